@@ -1,0 +1,415 @@
+"""Cross entropy of a linear projection, without its logits: cross_entropy(hidden @ weight.T + bias, labels).
+
+The rows are walked in chunks. A chunk's logits live in one buffer, become their own gradient in place, and are
+multiplied into the gradients of hidden and weight before the next chunk overwrites them. For ``mean`` and ``sum`` that
+happens in the forward pass, since one number is all that the backward pass will know more: three GEMMs in all, as
+eager. For ``none`` every row has an upstream gradient of its own, and the backward pass computes the logits again.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from csrc_meta import checks
+from csrc_meta import cross_entropy as ce
+from csrc_meta.registry import composite, primitive
+from csrc_meta.spec import Sample, Spec
+
+ops = torch.ops.fusedops
+
+# Below this a chunk's logits are too small to be worth splitting: a GEMM of few rows runs far from its peak.
+SMALL_CHUNK_BYTES = 64 * 2**20
+
+
+class RowKernels(NamedTuple):
+    """How rows of logits become losses and gradients: torch on a CPU, Triton on a GPU."""
+
+    check_values: Callable[[str, Tensor, int, int], None]
+    losses: Callable[..., tuple[Tensor, Tensor]]
+    gradients: Callable[..., Tensor]
+
+
+REFERENCE = RowKernels(checks.check_label_values, ce.row_losses_ref, ce.row_gradients_ref)
+
+
+def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int) -> int:
+    """Rows whose logits are held at a time.
+
+    As many rows as the hidden size make the buffer as large as the weight, which the user has room for (its gradient
+    is as large again). Fewer rows would read and write the whole weight gradient more often than the GEMM can hide.
+    """
+    smallest = SMALL_CHUNK_BYTES // max(vocabulary * element_size, 1)
+    return max(min(rows, max(hidden, smallest)), 1)
+
+
+def check(
+    op: str, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str, label_smoothing: float
+) -> None:
+    checks.check_dtype(op, "hidden", hidden, checks.FLOATING, "Cast it to a floating-point dtype.")
+    checks.check_same_dtype(op, "weight", weight, "hidden", hidden)
+    checks.check_same_device(op, "weight", weight, "hidden", hidden)
+    checks.check_choice(op, "reduction", reduction, checks.REDUCTIONS)
+    checks.check_label_smoothing(op, label_smoothing)
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise checks.UnsupportedInputError(
+            checks.message(
+                op,
+                "weight",
+                checks.describe(weight),
+                f"shape (V, H) with the last dimension of hidden, {checks.describe(hidden)}",
+                "Pass the projection as torch.nn.Linear stores it.",
+            )
+        )
+    ce.check_labels(op, labels, "hidden", hidden, hidden.shape[:-1])
+    if bias is not None:
+        checks.check_same_dtype(op, "bias", bias, "hidden", hidden)
+        checks.check_same_device(op, "bias", bias, "hidden", hidden)
+        checks.check_shape(op, "bias", bias, weight.shape[:1], "One element for each row of weight.")
+
+
+def _check_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    output_mask: list[bool],
+) -> None:
+    check("linear_cross_entropy", hidden, weight, labels, bias, reduction, label_smoothing)
+
+
+def _check_backward(
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    stats: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    output_mask: list[bool],
+) -> None:
+    op = "linear_cross_entropy_backward"
+    check(op, hidden, weight, labels, bias, "none", label_smoothing)
+    checks.check_shape(op, "dloss", dloss, labels.shape, "dloss has the shape of the losses.")
+
+
+def _check_scale(dloss: Tensor, count: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> None:
+    checks.check_shape("linear_cross_entropy_scale", "dloss", dloss, (), "mean and sum have one upstream gradient.")
+
+
+class _Gradients:
+    """Gradients of hidden, weight and bias, added up chunk by chunk; unwanted ones are empty.
+
+    Those of weight and bias add up in ``wide`` (float32) whatever the dtype of the weight: adding chunks in bfloat16
+    makes training measurably worse.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, output_mask: list[bool], wide: torch.dtype) -> None:
+        self.wants_hidden, self.wants_weight, self.wants_bias = output_mask
+        self.hidden = hidden.new_empty(hidden.shape if self.wants_hidden else (0,))
+        self.weight = weight.new_zeros(weight.shape if self.wants_weight else (0,), dtype=wide)
+        self.bias = weight.new_zeros(weight.shape[:1] if self.wants_bias else (0,), dtype=wide)
+
+    def add(self, start: int, dlogits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        if self.wants_hidden:
+            torch.mm(dlogits, weight, out=self.hidden[start : start + len(dlogits)])
+        if self.wants_weight:
+            _add_product(self.weight, dlogits.t(), hidden)
+        if self.wants_bias:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b with products summed in total's dtype, whatever the dtype of a and b."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Each chunk's rows and their logits, all in one buffer."""
+    rows, vocabulary = hidden.shape[0], weight.shape[0]
+    step = chunk_rows(rows, hidden.shape[1], vocabulary, hidden.element_size())
+    buffer = hidden.new_empty((min(step, rows), vocabulary))
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        out = buffer[: part.stop - start]
+        if bias is None:
+            yield part, torch.mm(hidden[part], weight.t(), out=out)
+        else:
+            yield part, torch.addmm(bias, hidden[part], weight.t(), out=out)
+
+
+def forward(
+    kernels: RowKernels,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide = ce.compute_dtype(hidden)
+    flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    kernels.check_values("linear_cross_entropy", flat_labels, weight.shape[0], ignore_index)
+    losses = flat.new_empty(flat_labels.shape, dtype=wide)
+    stats = flat.new_empty((2, *flat_labels.shape), dtype=wide)
+    count = (flat_labels != ignore_index).sum().to(wide)
+    gradients = _Gradients(flat, weight, output_mask if reduction != "none" else [False] * 3, wide)
+    one = flat.new_ones((), dtype=wide)
+    for part, logits in _chunks(flat, weight, bias):
+        losses[part], stats[:, part] = kernels.losses(logits, flat_labels[part], ignore_index, label_smoothing)
+        if reduction != "none" and any(output_mask):
+            kernels.gradients(one, logits, flat_labels[part], stats[:, part], ignore_index, label_smoothing, logits)
+            gradients.add(part.start, logits, flat[part], weight)
+    loss = ce.reduce(losses, count, reduction)
+    dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
+    return (
+        loss.view(labels.shape) if reduction == "none" else loss,
+        stats,
+        count,
+        dhidden,
+        gradients.weight,
+        gradients.bias,
+    )
+
+
+def backward(
+    kernels: RowKernels,
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    stats: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    flat, flat_labels, upstream = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), dloss.reshape(-1)
+    gradients = _Gradients(flat, weight, output_mask, stats.dtype)
+    for part, logits in _chunks(flat, weight, bias):
+        kernels.gradients(
+            upstream[part], logits, flat_labels[part], stats[:, part], ignore_index, label_smoothing, logits
+        )
+        gradients.add(part.start, logits, flat[part], weight)
+    dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
+    return dhidden, gradients.weight.to(weight.dtype), gradients.bias.to(weight.dtype)
+
+
+def linear_cross_entropy_ref(*args):
+    return forward(REFERENCE, *args)
+
+
+def linear_cross_entropy_backward_ref(*args):
+    return backward(REFERENCE, *args)
+
+
+def linear_cross_entropy_scale(
+    dloss: Tensor, count: Tensor, gradients: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """Gradients of the summed loss times dloss / count, rounded once. Serves every device: torch alone is at its limit.
+
+    With no row to count, their mean's gradient is zero, as eager's, and not 0 * inf. float16 loss scaling arrives
+    here in dloss, so that nothing underflows before it.
+    """
+    factor = torch.where(count > 0, dloss.to(count.dtype) / count, 0.0).reshape(1)
+    return [torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype)) for g in gradients]
+
+
+def linear_cross_entropy_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide = ce.compute_dtype(hidden)
+    wanted = output_mask if reduction != "none" else [False] * 3
+    return (
+        hidden.new_empty(labels.shape if reduction == "none" else (), dtype=wide),
+        hidden.new_empty((2, labels.numel()), dtype=wide),
+        hidden.new_empty((), dtype=wide),
+        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+        hidden.new_empty(weight.shape if wanted[1] else (0,), dtype=wide),
+        hidden.new_empty(weight.shape[:1] if wanted[2] else (0,), dtype=wide),
+    )
+
+
+def linear_cross_entropy_backward_fake(
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    stats: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape if output_mask[0] else (0,)),
+        weight.new_empty(weight.shape if output_mask[1] else (0,)),
+        weight.new_empty(weight.shape[:1] if output_mask[2] else (0,)),
+    )
+
+
+def _scale_fake(dloss: Tensor, count: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(g, dtype=dtype) for g in gradients]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    hidden, weight, labels, bias, ctx.ignore_index, ctx.reduction, ctx.label_smoothing, _ = inputs
+    _, stats, count, *gradients = output
+    if ctx.reduction == "none":
+        ctx.save_for_backward(hidden, weight, labels, bias, stats)
+    else:
+        ctx.save_for_backward(count, *gradients)
+    ctx.dtype = hidden.dtype
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dloss, *_):
+    mask = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    if dloss is None:
+        return (None,) * 8
+    if ctx.reduction == "none":
+        gradients = ops.linear_cross_entropy_backward(
+            dloss, *ctx.saved_tensors, ctx.ignore_index, ctx.label_smoothing, mask
+        )
+    else:
+        count, *summed = ctx.saved_tensors
+        count = count if ctx.reduction == "mean" else torch.ones_like(count)
+        gradients = ops.linear_cross_entropy_scale(dloss, count, summed, ctx.dtype)
+    dhidden, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
+    return dhidden, dweight, None, dbias, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    # Gradients are made in the forward pass, and only those that a backward pass may ask for.
+    recording = torch.is_grad_enabled()
+    mask = [recording and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    return ops.linear_cross_entropy_forward(
+        hidden, weight, labels, bias, ignore_index, reduction, label_smoothing, mask
+    )[0]
+
+
+def _autocast(dtype: torch.dtype, hidden, weight, labels, bias=None, **kwargs):
+    """As torch.nn.functional.linear: the projection runs in the autocast dtype, the loss is float32."""
+
+    def cast(t: Tensor | None) -> Tensor | None:
+        eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible else t
+
+    return (cast(hidden), cast(weight), labels, cast(bias)), kwargs
+
+
+def _gemm_flops(hidden: torch.Size, weight: torch.Size) -> int:
+    return 2 * hidden.numel() * weight[0]
+
+
+def _forward_flops(hidden, weight, labels, bias, ignore_index, reduction, label_smoothing, mask, **kwargs) -> int:
+    gemms = 1 + (mask[0] + mask[1] if reduction != "none" else 0)
+    return gemms * _gemm_flops(hidden, weight)
+
+
+def _backward_flops(dloss, hidden, weight, labels, bias, stats, ignore_index, label_smoothing, mask, **kwargs) -> int:
+    return (1 + mask[0] + mask[1]) * _gemm_flops(hidden, weight)
+
+
+primitive(
+    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, int ignore_index,"
+    " str reduction, float label_smoothing, bool[3] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    check=_check_forward,
+    fake=linear_cross_entropy_fake,
+    reference=linear_cross_entropy_ref,
+    flops=_forward_flops,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+primitive(
+    "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor labels, Tensor? bias,"
+    " Tensor stats, int ignore_index, float label_smoothing, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    check=_check_backward,
+    fake=linear_cross_entropy_backward_fake,
+    reference=linear_cross_entropy_backward_ref,
+    flops=_backward_flops,
+)
+primitive(
+    "linear_cross_entropy_scale(Tensor dloss, Tensor count, Tensor[] gradients, ScalarType dtype) -> Tensor[]",
+    check=_check_scale,
+    fake=_scale_fake,
+    reference=linear_cross_entropy_scale,
+    flops=lambda *args, **kwargs: 0,
+)
+composite(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, int ignore_index=-100,"
+    " str reduction='mean', float label_smoothing=0.0) -> Tensor",
+    linear_cross_entropy,
+    autocast=_autocast,
+)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype) / 3
+
+    def sample(
+        label: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, ignored: int = 0, **kwargs
+    ) -> Sample:
+        leaves = [t.detach().requires_grad_() if t is not None else None for t in (hidden, weight, bias)]
+        rows = hidden.shape[:-1]
+        labels = ce.sample_labels(rows.numel(), weight.shape[0], device, ignored).view(rows)
+        return Sample(label, (*leaves[:2], labels, leaves[2]), kwargs)
+
+    yield sample("mean", tensor(2, 6, 32), tensor(64, 32), ignored=3)
+    yield sample("sum", tensor(12, 32), tensor(64, 32), ignored=1, reduction="sum")
+    yield sample("none", tensor(2, 6, 32), tensor(64, 32), ignored=3, reduction="none")
+    yield sample("bias and label smoothing", tensor(9, 16), tensor(37, 16), tensor(37), label_smoothing=0.1)
+    yield sample("bias, none", tensor(9, 16), tensor(37, 16), tensor(37), reduction="none", label_smoothing=0.1)
+    yield sample("all ignored", tensor(4, 16), tensor(32, 16), ignored=4, reduction="sum")
+    yield sample("no rows", tensor(0, 16), tensor(32, 16), reduction="sum")
+    yield sample("odd sizes", tensor(3, 5, 7), tensor(11, 7))
+    yield sample("row stride", tensor(6, 40)[:, :32], tensor(48, 32))
+    yield sample("transposed", tensor(4, 3, 32).transpose(0, 1), tensor(32, 48).t())
+    yield sample("expanded", tensor(1, 32).expand(4, 32), tensor(48, 32))
+    yield sample("misaligned", tensor(4 * 33 + 1)[1:].view(4, 33), tensor(48, 33))
+
+
+def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **kwargs) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    loss = ce.eager(logits.view(-1, logits.shape[-1]), labels.reshape(-1), **kwargs)
+    return loss.view(labels.shape) if kwargs.get("reduction") == "none" else loss
+
+
+SPEC = Spec(
+    name="linear_cross_entropy",
+    samples=_samples,
+    eager=_eager,
+    bytes_moved=lambda hidden, weight, *args, **kwargs: 3 * (hidden.numel() + weight.numel()) * hidden.element_size(),
+    flops=lambda hidden, weight, *args, **kwargs: 3 * _gemm_flops(hidden.shape, weight.shape),
+    source="arXiv 2410.10989, section 3.2, fused linear cross entropy; transformers lm_head followed by ForCausalLMLoss",
+)

@@ -1,0 +1,153 @@
+"""Defining operators in the ``fusedops`` namespace.
+
+An operator users call is *composite*: plain Python that reads ``requires_grad`` and calls the primitive operators
+below it. A *primitive* operator is opaque to the compiler: it has a fake kernel, a CPU reference, kernels for other
+devices registered by :mod:`fusedops.kernels`, and an autograd formula (or one that raises, for backward operators).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from csrc_meta import flops as flop_formulas
+from csrc_meta.errors import DoubleBackwardError, NoKernelError, message
+
+NAMESPACE = "fusedops"
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu")
+
+
+class _Registry:
+    """The library handle and what was defined with it; it outlives reloads, since torch refuses a second definition."""
+
+    def __init__(self) -> None:
+        self.library = torch.library.Library(NAMESPACE, "DEF")
+        self.checks: dict[str, Callable[..., None]] = {}
+
+
+_KEY = "_fusedops_registry"
+_registry: _Registry = torch.library.__dict__.setdefault(_KEY, None) or _Registry()
+setattr(torch.library, _KEY, _registry)
+
+
+def _is_defined(name: str) -> bool:
+    return hasattr(torch.ops.fusedops, name)
+
+
+def primitive(
+    signature: str,
+    *,
+    check: Callable[..., None],
+    fake: Callable[..., Any],
+    reference: Callable[..., Any],
+    flops: Callable[..., int],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Define an opaque operator.
+
+    Args:
+        signature: torch schema, ``name(args) -> returns``.
+        check: raises a typed error on inputs that no kernel accepts; runs before every kernel, the fake one included.
+        fake: result shapes, dtypes and strides, exactly those of the kernels.
+        reference: the CPU kernel.
+        flops: floating-point operations by shapes, in ``FlopCounterMode``'s convention (contractions alone count).
+        setup_context, backward: the autograd formula. Without one the operator raises when differentiated.
+    """
+    name = signature.split("(", 1)[0]
+    if _is_defined(name):
+        return
+    library = _registry.library
+    library.define(signature, tags=_TAGS)
+    _registry.checks[name] = check
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=library)
+    library.impl(name, _checked(check, reference), "CPU")
+    library.impl(name, _checked(check, _no_kernel(name)), "CompositeExplicitAutograd")
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", backward or _raise_second_derivative(name), setup_context=setup_context, lib=library
+    )
+    flop_formulas.register(name, flops)
+
+
+def composite(
+    signature: str, implementation: Callable[..., Any], *, autocast: Callable[..., Any] | None = None
+) -> None:
+    """Define an operator users call, as plain Python over primitive ones.
+
+    Args:
+        signature: torch schema, ``name(args) -> returns``.
+        implementation: the composition. Tracing before dispatch keeps the operator as one node.
+        autocast: ``(dtype, *args, **kwargs) -> (args, kwargs)``, the casts made where autocast is on; none by default.
+    """
+    name = signature.split("(", 1)[0]
+    if _is_defined(name):
+        return
+    library = _registry.library
+    library.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, implementation, "CompositeImplicitAutograd")
+    if autocast is not None:
+        for device in _AUTOCAST_DEVICES:
+            _register_autocast(name, device, autocast)
+
+
+def register_kernel(name: str, dispatch_key: str, kernel: Callable[..., Any], library: torch.library.Library) -> None:
+    """Register how a primitive operator runs on a device, behind the operator's own input check."""
+    # Replacing the CPU reference (kernels under Triton's interpreter) is meant: torch warns about it otherwise.
+    library.impl(name, _checked(_registry.checks[name], kernel), dispatch_key, allow_override=True)
+
+
+def primitives() -> tuple[str, ...]:
+    """Names of all opaque operators."""
+    return tuple(_registry.checks)
+
+
+def _checked(check: Callable[..., None], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        check(*args)
+        return kernel(*args)
+
+    return checked
+
+
+def _no_kernel(name: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        devices = sorted({str(a.device) for a in args if isinstance(a, torch.Tensor)})
+        raise NoKernelError(
+            message(
+                name,
+                "device",
+                ", ".join(devices),
+                "a CPU, or a GPU with Triton installed",
+                "Import fusedops (csrc_meta alone has no GPU kernels), install triton, or move the inputs to the CPU.",
+            )
+        )
+
+    return kernel
+
+
+def _raise_second_derivative(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise DoubleBackwardError(
+            message(
+                name.removesuffix("_backward"),
+                "gradient",
+                "a second derivative",
+                "first derivatives only",
+                "Run this part in plain PyTorch: options={'disable': [...]} leaves it unrewritten.",
+            )
+        )
+
+    return backward
+
+
+def _register_autocast(name: str, device: str, cast: Callable[..., Any]) -> None:
+    key = getattr(torch._C.DispatchKey, "Autocast" + torch._C._dispatch_key_for_device(device))
+    op = getattr(torch.ops.fusedops, name).default
+
+    def kernel(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast(torch.get_autocast_dtype(device), *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return op(*args, **kwargs)
+
+    _registry.library.impl(name, kernel, key.name, with_keyset=True)

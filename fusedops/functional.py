@@ -1,0 +1,120 @@
+"""The operators as functions, for models of one's own. Leading arguments are positional, the rest are keywords."""
+
+import torch
+from torch import Tensor
+
+import csrc_meta  # noqa: F401  (defines torch.ops.fusedops)
+
+__all__ = ["cross_entropy", "linear_cross_entropy", "rms_norm"]
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: str = "llama"
+) -> Tensor:
+    """Root mean square normalisation over the last dimension: y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight).
+
+    Args:
+        x: (..., N) bf16|fp16|fp32|fp64, any strides; fastest where rows are contiguous.
+        weight: (N,) floating point, or None for no scaling.
+        eps: added to the mean of squares, inside the root.
+        weight_offset: 0, or 1 for weights stored around zero (Gemma).
+        cast: where the float32 intermediate is rounded. "llama": before it meets the weight, whose sum with the offset
+            is taken in its own dtype. "gemma": after, everything else in float32; with ``weight_offset=0`` this is
+            ``torch.nn.functional.rms_norm``. "float32": never, y is float32.
+
+    Returns:
+        y: (..., N), contiguous, never aliasing x. dtype: promotion of x's and weight's for "llama", x's for "gemma",
+        float32 for "float32".
+
+    Numerics:
+        Accumulates in float32 (float64 for float64 inputs). The gradient of weight is summed in float32 in a fixed
+        order: bitwise the same from run to run.
+
+    Raises:
+        UnsupportedDtypeError: x or weight is not floating point.
+        UnsupportedInputError: shapes, devices or ``cast`` don't fit.
+        DoubleBackwardError: a second derivative is asked for.
+
+    Source:
+        arXiv 2410.10989, equations 1-3; LlamaRMSNorm and GemmaRMSNorm of transformers.
+    """
+    return torch.ops.fusedops.rms_norm(x, weight, eps, weight_offset=weight_offset, cast=cast)
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+) -> Tensor:
+    """Cross entropy with integer labels: loss_i = log(sum_j exp(x_ij)) - x_i,label.
+
+    Args:
+        logits: (T, V) bf16|fp16|fp32|fp64, any strides; fastest where rows are contiguous. Not modified.
+        labels: (T,) int64|int32 in [0, V) or equal to ignore_index.
+        ignore_index: label of rows that count for nothing: loss 0, gradient 0, left out of the mean.
+        reduction: "none", "mean" (over the rows not ignored) or "sum".
+        label_smoothing: probability mass in [0, 1] spread evenly over the vocabulary.
+
+    Returns:
+        The loss, () or (T,) for "none", float32 (float64 for float64 logits) whatever the dtype of the logits.
+
+    Numerics:
+        Computed in float32 with the row maximum subtracted, so that logits of several hundred lose nothing. The
+        upstream gradient is multiplied in before rounding to the logits' dtype. A mean over no row is NaN and its
+        gradient zero, as in ``torch.nn.functional.cross_entropy``. Deterministic.
+
+    Raises:
+        UnsupportedDtypeError: logits are not floating point, or labels not integers.
+        UnsupportedInputError: shapes, devices, reduction or label_smoothing don't fit.
+        LabelOutOfRangeError: on a CPU, a label outside [0, V); on a GPU a device-side assertion, as in eager.
+        DoubleBackwardError: a second derivative is asked for.
+
+    Source:
+        arXiv 2410.10989, equations 6 and 7.
+    """
+    return torch.ops.fusedops.cross_entropy(
+        logits, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy of hidden @ weight.T + bias with integer labels, without the (T, V) logits.
+
+    Args:
+        hidden: (..., H) bf16|fp16|fp32|fp64, any strides.
+        weight: (V, H), the dtype of hidden, as ``torch.nn.Linear`` stores it.
+        labels: (...) int64|int32 in [0, V) or equal to ignore_index; the leading shape of hidden.
+        bias: (V,), the dtype of hidden, or None.
+        ignore_index: label of rows that count for nothing: loss 0, gradient 0, left out of the mean.
+        reduction: "none", "mean" (over the rows not ignored) or "sum".
+        label_smoothing: probability mass in [0, 1] spread evenly over the vocabulary.
+
+    Returns:
+        The loss, () or the shape of labels for "none", float32 (float64 for float64 inputs).
+
+    Numerics:
+        Each chunk's logits are rounded to the dtype of hidden, as eager's are, and their softmax is float32. The
+        gradients of weight and bias are summed over chunks in float32 and rounded once, after the upstream gradient
+        is multiplied in. "mean" and "sum" make gradients in the forward pass (three GEMMs in all) and only those that
+        are needed; "none" computes the logits again in the backward pass (four). Under autocast the projection runs in
+        the autocast dtype. Deterministic. No host synchronisation.
+
+    Raises:
+        UnsupportedDtypeError: a dtype differs from hidden's, or labels are not integers.
+        UnsupportedInputError: shapes, devices, reduction or label_smoothing don't fit.
+        LabelOutOfRangeError: on a CPU, a label outside [0, V); on a GPU a device-side assertion, as in eager.
+        DoubleBackwardError: a second derivative is asked for.
+
+    Source:
+        arXiv 2410.10989, section 3.2 (fused linear cross entropy); ForCausalLMLoss of transformers.
+    """
+    return torch.ops.fusedops.linear_cross_entropy(
+        hidden, weight, labels, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
