@@ -1,0 +1,1 @@
+"""From a Dynamo graph to one that calls fusedops operators: normalise, match, rewrite, report."""

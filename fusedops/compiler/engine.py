@@ -1,0 +1,213 @@
+"""Applies rules to a normalised graph: in order, guarded, one site at a time, with a reason for each one left."""
+
+import contextlib
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusedops.compiler.match import Match, Mismatch, match_at
+from fusedops.compiler.normalise import trace
+from fusedops.compiler.report import Declined, Report, Site, module_path
+from fusedops.compiler.rule import Pattern, Rule
+
+ON_DEMAND = "fusedops_on_demand"
+_DEVICES = ("cpu", "cuda", "xpu")
+_ENTER_AUTOCAST, _EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_PURE = {torch.tensor, torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the caller of the engine allows.
+
+    Attributes:
+        rules: the candidates, in any order.
+        disabled: operators and rules that are matched and reported, but not replaced.
+        defers_outputs: whether the graph's outputs can be computed on demand after the graph has run.
+    """
+
+    rules: Sequence[Rule]
+    disabled: Collection[str] = ()
+    defers_outputs: bool = True
+
+
+def rewrite(gm: GraphModule, policy: Policy, report: Report) -> int:
+    """Rewrite a normalised graph and the bodies of its higher-order operators in place; the number of sites replaced."""
+    replaced = 0
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            # Only the outermost graph's outputs reach the user.
+            allowed = policy if module is gm else Policy(policy.rules, policy.disabled, defers_outputs=False)
+            replaced += _GraphRewriter(module, allowed, report).run()
+    return replaced
+
+
+class _GraphRewriter:
+    def __init__(self, gm: GraphModule, policy: Policy, report: Report) -> None:
+        self.gm, self.policy, self.report = gm, policy, report
+        self.epochs = _epochs(gm.graph)
+        self.attempts: dict[Node, Mismatch] = {}
+
+    def run(self) -> int:
+        sites = []
+        # What covers more goes first: a loss with its projection before a loss on logits, a norm with its casts before
+        # one without.
+        patterns = sorted((p for rule in self.policy.rules for p in rule.patterns), key=lambda p: -p.size)
+        for pattern in patterns:
+            for node in list(self.gm.graph.nodes):
+                if node.op == "call_function" and node.target is pattern.outputs[0].target:
+                    site = self.try_pattern(pattern, node)
+                    if site is not None:
+                        sites.append(site)
+        self.report.sites += sites
+        self.report_leftovers()
+        if sites:
+            self.gm.graph.lint()
+            self.gm.recompile()
+        return len(sites)
+
+    def try_pattern(self, pattern: Pattern, node: Node) -> Site | None:
+        rule = pattern.rule
+        found = match_at(pattern, node)
+        if isinstance(found, Match):
+            reason = self.decline(found) or self.replace(found)
+            if reason is None:
+                return Site(rule.name, rule.op, module_path(node))
+            found = Mismatch(reason, tuple(found.interior))
+        self.remember(rule, found)
+        return None
+
+    def remember(self, rule: Rule, mismatch: Mismatch) -> None:
+        """Keep the reason of the attempt that covered most of an anchor's surroundings."""
+        for node in mismatch.nodes:
+            if node.op == "call_function" and node.target is rule.anchor:
+                known = self.attempts.get(node)
+                if known is None or len(mismatch.nodes) > len(known.nodes):
+                    self.attempts[node] = mismatch
+
+    def decline(self, match: Match) -> str | None:
+        rule = match.rule
+        for name in (rule.op, rule.name):
+            if name in self.policy.disabled:
+                return f"{name} is disabled by options"
+        if len({self.epochs[n] for n in match.interior}) > 1:
+            return "something between its nodes writes to tensors or switches grad mode or autocast"
+        value = match.root.meta["val"]
+        if value.device.type not in _DEVICES:
+            return f"no kernel for device {value.device.type}"
+        for logits in match.observed:
+            outside = [u for u in logits.users if u not in match.interior]
+            if any(u.op != "output" for u in outside):
+                reader = next(u for u in outside if u.op != "output")
+                return f"its {logits.target} is also read by {reader.target}"
+            if outside and not self.policy.defers_outputs:
+                return "its logits are returned, which only backend='fusedops' can compute on demand"
+        return rule.guard(match)
+
+    def replace(self, match: Match) -> str | None:
+        """Put the replacement in front of the root; a reason, and an unchanged graph, where it would differ."""
+        root = match.root
+        tensors = {n: b for n, b in match.bindings.items() if n not in match.rule.numbers}
+        numbers = {n: _concrete(b) for n, b in match.bindings.items() if n in match.rule.numbers}
+        names = list(tensors)
+
+        def call(*values):
+            return match.rule.replacement(**dict(zip(names, values, strict=True)), **numbers)
+
+        try:
+            with _autocast_at(root):
+                new = trace(call, [n.meta["val"] for n in tensors.values()])
+        except Exception as error:  # whatever the operator refuses, the model may keep
+            return f"{match.rule.op} refuses: {error}"
+        result = new.graph.output_node().args[0]
+        reason = _observable_difference(root.meta["val"], result.meta["val"])
+        if reason:
+            return reason
+        self.splice(new.graph, list(tensors.values()), root)
+        for logits in match.observed:
+            if logits.users:
+                logits.meta[ON_DEMAND] = True
+        for node in sorted(match.interior, reverse=True):
+            if not node.users:
+                self.gm.graph.erase_node(node)
+        return None
+
+    def splice(self, graph: Graph, inputs: list[Node], root: Node) -> None:
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        env = dict(zip(placeholders, inputs, strict=True))
+        with self.gm.graph.inserting_before(root):
+            for node in graph.nodes:
+                if node.op == "call_function":
+                    env[node] = self.gm.graph.node_copy(node, env.__getitem__)
+                    env[node].meta = {**root.meta, "val": node.meta.get("val")}
+                    self.epochs[env[node]] = self.epochs[root]
+        root.replace_all_uses_with(env[graph.output_node().args[0]])
+
+    def report_leftovers(self) -> None:
+        anchors = {rule.anchor for rule in self.policy.rules}
+        for node in self.gm.graph.nodes:
+            if node.op == "call_function" and node.target in anchors:
+                attempt = self.attempts.get(node)
+                reason = attempt.reason if attempt else "no rule describes its surroundings"
+                self.report.declined.append(Declined(str(node.target), module_path(node), reason))
+
+
+def _observable_difference(old: torch.Tensor, new: torch.Tensor) -> str | None:
+    for what, a, b in (("dtype", old.dtype, new.dtype), ("device", old.device, new.device), ("rank", old.dim(), new.dim())):
+        if a != b:
+            return f"its {what} would change from {a} to {b}"
+    for what, a, b in (("shape", tuple(old.shape), tuple(new.shape)), ("strides", old.stride(), new.stride())):
+        if not all(statically_known_true(x == y) for x, y in zip(a, b, strict=True)):
+            return f"its {what} would change from {a} to {b}"
+    return None
+
+
+def _concrete(value: object) -> object:
+    """dynamic=True makes a module's float a graph input: fix it, with a guard that recompiles when it changes."""
+    if isinstance(value, Node):
+        value = value.meta["val"]
+    return value.node.guard_float(__file__, 0) if isinstance(value, torch.SymFloat) else value
+
+
+def _epochs(graph: Graph) -> dict[Node, int]:
+    """Numbers the stretches between barriers: nodes of one stretch see the same tensors in the same modes."""
+    epochs, current = {}, 0
+    for node in graph.nodes:
+        current += _is_barrier(node)
+        epochs[node] = current
+    return epochs
+
+
+def _is_barrier(node: Node) -> bool:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        bodies = [getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"]
+        return any(_is_barrier(n) for b in bodies if isinstance(b, GraphModule) for n in b.graph.nodes)
+    return node.op != "call_function" or not (target in _PURE or getattr(target, "__module__", "") in (operator.__name__, "_operator", "math"))
+
+
+@contextlib.contextmanager
+def _autocast_at(node: Node) -> Iterator[None]:
+    """The autocast regions that the graph itself has open at a node, on top of those around the compilation."""
+    open_regions: list[Node] = []
+    for before in node.graph.nodes:
+        if before is node:
+            break
+        if before.target is _ENTER_AUTOCAST:
+            open_regions.append(before)
+        elif before.target is _EXIT_AUTOCAST:
+            open_regions.remove(before.args[0])
+    with contextlib.ExitStack() as stack:
+        for region in open_regions:
+            device, dtype, enabled, cache = region.args
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
+

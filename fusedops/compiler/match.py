@@ -1,0 +1,196 @@
+"""Does a graph contain a pattern at this node? If not, where do they part?"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.fx import Node
+
+from fusedops.compiler.rule import Capture, Pattern, Rule
+
+aten = torch.ops.aten
+_COMMUTATIVE = {aten.mul.Tensor, aten.add.Tensor}
+# Sizes are the model's own. That rows stay rows is for the guard to see in the shapes.
+_ANY_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+
+
+@dataclass
+class Match:
+    """A pattern found in a graph: which node stands for which, and what the names are bound to."""
+
+    pattern: Pattern
+    nodes: dict[Node, Node] = field(default_factory=dict)
+    bindings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rule(self) -> Rule:
+        return self.pattern.rule
+
+    @property
+    def root(self) -> Node:
+        """The node whose value is replaced."""
+        return self.nodes[self.pattern.outputs[0]]
+
+    @property
+    def observed(self) -> list[Node]:
+        """Intermediate values that others may read."""
+        return [self.nodes[n] for n in self.pattern.outputs[1:]]
+
+    @property
+    def interior(self) -> list[Node]:
+        """The graph's nodes that the pattern covers, the root included."""
+        return [g for p, g in self.nodes.items() if p.op != "placeholder"]
+
+    def value(self, name: str) -> Any:
+        """The fake tensor, or the number, that a name of the rule is bound to."""
+        bound = self.bindings[name]
+        return bound.meta.get("val") if isinstance(bound, Node) else bound
+
+    def copy(self) -> "Match":
+        return Match(self.pattern, dict(self.nodes), dict(self.bindings))
+
+
+@dataclass
+class Mismatch:
+    """Why a pattern does not fit. The further it got, the more its reason says about the site."""
+
+    reason: str
+    nodes: tuple[Node, ...]
+
+
+def match_at(pattern: Pattern, node: Node) -> Match | Mismatch:
+    """Match a pattern's first output against a node and everything the pattern reads from there upwards."""
+    search = _Search(pattern)
+    found = next(search.node(pattern.outputs[0], node, Match(pattern)), None)
+    if found is None:
+        return Mismatch(search.reason, search.reached)
+    reason = _escaping(found)
+    return Mismatch(reason, tuple(found.interior)) if reason else found
+
+
+def arguments(node: Node) -> list[Any]:
+    """All arguments of an ATen call in the order of its schema, defaults filled in, dimensions counted from the end."""
+    values = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args):
+            value = node.args[i]
+        elif argument.name in node.kwargs:
+            value = node.kwargs[argument.name]
+        else:
+            value = argument.default_value if argument.has_default_value() else None
+        values.append(_from_the_end(node, value) if argument.name == "dim" else value)
+    return values
+
+
+def _from_the_end(node: Node, dim: Any) -> Any:
+    rank = node.args[0].meta["val"].dim()
+    if isinstance(dim, int):
+        return dim - rank if dim >= 0 else dim
+    return [_from_the_end(node, d) for d in dim] if isinstance(dim, list | tuple) else dim
+
+
+class _Search:
+    """Depth-first search with backtracking over the operand orders of commutative operators."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.reason = ""
+        self.reached: tuple[Node, ...] = ()
+
+    def fail(self, match: Match, reason: str) -> None:
+        if len(match.nodes) > len(self.reached) or not self.reason:
+            self.reason, self.reached = reason, tuple(match.nodes.values())
+
+    def node(self, want: Node, got: Any, match: Match) -> Iterator[Match]:
+        if want in match.nodes:
+            if match.nodes[want] is got:
+                yield match
+            else:
+                self.fail(match, f"{want.name} of the pattern would be two different values")
+            return
+        if want.op == "placeholder":
+            yield from self.bind(want, got, match)
+            return
+        if not isinstance(got, Node) or got.op != "call_function" or got.target is not want.target:
+            self.fail(match, f"expected {want.target}, found {_name(got)}")
+            return
+        reason = _different_dtype(want, got)
+        if reason:
+            self.fail(match, reason)
+            return
+        match = match.copy()
+        match.nodes[want] = got
+        wanted, given = arguments(want), arguments(got)
+        if want.target in _ANY_SIZE:
+            wanted, given = wanted[:1], given[:1]
+        yield from self.values(want, wanted, given, match)
+        if want.target in _COMMUTATIVE:
+            yield from self.values(want, wanted, [given[1], given[0], *given[2:]], match)
+
+    def values(self, at: Node, wanted: list[Any], given: list[Any], match: Match) -> Iterator[Match]:
+        if not wanted:
+            yield match
+            return
+        for partial in self.one_value(at, wanted[0], given[0], match):
+            yield from self.values(at, wanted[1:], given[1:], partial)
+
+    def one_value(self, at: Node, want: Any, got: Any, match: Match) -> Iterator[Match]:
+        if isinstance(want, Node):
+            yield from self.node(want, got, match)
+        elif isinstance(want, Capture):
+            yield from self.capture(at, want, got, match)
+        elif isinstance(want, list | tuple) and isinstance(got, list | tuple) and len(want) == len(got):
+            yield from self.values(at, list(want), list(got), match)
+        elif type(want) is type(got) and want == got:
+            yield match
+        else:
+            self.fail(match, f"{at.target}: expected {_name(want)}, found {_name(got)}")
+
+    def bind(self, want: Node, got: Any, match: Match) -> Iterator[Match]:
+        name = self.pattern.names[want]
+        value = got.meta.get("val") if isinstance(got, Node) else None
+        if type(value) is not FakeTensor:
+            self.fail(match, f"{name}: expected a plain tensor, found {_name(got)} ({type(value).__name__})")
+            return
+        match = match.copy()
+        match.nodes[want] = got
+        match.bindings[name] = got
+        yield match
+
+    def capture(self, at: Node, want: Capture, got: Any, match: Match) -> Iterator[Match]:
+        value = got.meta.get("val") if isinstance(got, Node) else got
+        if not isinstance(value, int | float | torch.SymFloat):
+            self.fail(match, f"{at.target}: {want.name}: expected a number, found {_name(got)}")
+        elif match.bindings.get(want.name, got) is not got and match.bindings[want.name] != got:
+            self.fail(match, f"{want.name} would be two different numbers")
+        else:
+            match = match.copy()
+            match.bindings[want.name] = got
+            yield match
+
+
+def _different_dtype(want: Node, got: Node) -> str | None:
+    """Cast order is part of a spelling: every intermediate value has to have the dtype that the pattern's has."""
+    a, b = want.meta.get("val"), got.meta.get("val")
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype != b.dtype:
+        return f"{got.target} computes in {b.dtype}, the pattern in {a.dtype}"
+    return None
+
+
+def _escaping(match: Match) -> str | None:
+    """A value inside the pattern that something outside reads would still have to be computed."""
+    covered = set(match.interior)
+    visible = {match.root, *match.observed}
+    for node in match.interior:
+        outside = next((u for u in node.users if u not in covered), None)
+        if outside is not None and node not in visible:
+            return f"{node.target} inside the pattern is also read by {_name(outside)}"
+    return None
+
+
+def _name(x: Any) -> str:
+    if isinstance(x, Node):
+        return str(x.target) if x.op == "call_function" else f"{x.op} {x.name}"
+    return repr(x)

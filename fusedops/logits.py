@@ -1,0 +1,198 @@
+"""Logits on demand: a tensor that is ``linear(hidden, weight, bias)`` and computes itself when somebody reads it.
+
+A model that computes its loss from hidden states still returns ``.logits``. They keep their meaning: shape, dtype,
+device and autograd graph are there from the start, the values come with the first read and are those of the moment
+when the model ran.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from csrc_meta.errors import StaleLogitsError, message
+
+
+def logits_on_demand(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``linear(hidden, weight, bias)``, not computed yet.
+
+    Args:
+        hidden: (..., H) floating point.
+        weight: (V, H).
+        bias: (V,) or None.
+        dtype: of the logits; operands of another dtype are cast to it first, as autocast does.
+
+    Returns:
+        logits: (..., V) of that dtype, contiguous; differentiable as the linear would be.
+
+    Raises:
+        StaleLogitsError: on the first read, if hidden, weight or bias were written to since the call.
+    """
+    return _Deferred.apply(hidden, weight, bias, dtype)
+
+
+class _Deferred(torch.autograd.Function):
+    """The lazy tensor is a function's output, so it has a grad_fn before it has values."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, dtype):
+        ctx.save_for_backward(hidden, weight)
+        ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
+        return DeferredLogits(_Projection(hidden, weight, bias, dtype))
+
+    @staticmethod
+    def backward(ctx, dlogits):
+        hidden, weight = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        dhidden = dweight = dbias = None
+        rows = dlogits.reshape(-1, dlogits.shape[-1])
+        with torch.autocast(hidden.device.type, enabled=False):
+            if wants_hidden:
+                dhidden = (dlogits @ weight.to(ctx.dtype)).to(hidden.dtype)
+            if wants_weight:
+                dweight = (rows.t() @ hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)).to(weight.dtype)
+            if wants_bias:
+                dbias = rows.sum(0).to(ctx.bias_dtype)
+        return dhidden, dweight, dbias, None
+
+
+class _Projection:
+    """What the logits are computed from, and the values once they are."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.operands = [t if t is None else t.detach() for t in (hidden, weight, bias)]
+        self.dtype = dtype
+        self.versions = [_version(t) for t in self.operands]
+        # Optimizers that write to p.data leave the version as it is, so the weight's bits are summed as well: one
+        # read of the weight, without a host synchronisation.
+        self.fingerprint = _fingerprint(weight)
+        self.values: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        hidden, weight, _ = self.operands
+        return (*hidden.shape[:-1], weight.shape[0])
+
+    def read(self) -> Tensor:
+        if self.values is None:
+            self.refuse_changed_operands()
+            hidden, weight, bias = (t if t is None else t.to(self.dtype) for t in self.operands)
+            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+                self.values = torch.nn.functional.linear(hidden, weight, bias)
+            self.operands = []
+        return self.values
+
+    def refuse_changed_operands(self) -> None:
+        for name, tensor, version in zip(("hidden", "weight", "bias"), self.operands, self.versions, strict=True):
+            if _version(tensor) != version:
+                _raise_stale(name)
+        if not bool(torch.equal(_fingerprint(self.operands[1]), self.fingerprint)):
+            _raise_stale("weight")
+
+
+def _version(t: Tensor | None) -> int | None:
+    return None if t is None or t.is_inference() else t._version
+
+
+def _fingerprint(t: Tensor) -> Tensor:
+    """The sum of a tensor's bits as integers, modulo 2^64."""
+    bits = t.detach()
+    if bits.is_contiguous() and bits.numel() * bits.element_size() % 8 == 0 and bits.storage_offset() * bits.element_size() % 8 == 0:
+        return bits.view(-1).view(torch.int64).sum()
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return bits.view(integers[bits.element_size()]).sum(dtype=torch.int64)
+
+
+def _raise_stale(name: str) -> None:
+    raise StaleLogitsError(
+        message(
+            "logits",
+            name,
+            "a tensor that was written to after the model ran",
+            "it unchanged until the logits are first read",
+            "Read the logits before optimizer.step() (logits.detach().clone() keeps them), or compile with"
+            " options={'disable': ['linear_cross_entropy']}.",
+        )
+    )
+
+
+class DeferredLogits(torch.Tensor):
+    """The tensor subclass behind :func:`logits_on_demand`: any operation reads the values, ``detach`` does not."""
+
+    _projection: _Projection
+    # Dispatch below autograd sees every consumer, custom autograd.Functions included; overriding the function
+    # protocol as well would hide the graph from them.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, projection: _Projection) -> "DeferredLogits":
+        hidden = projection.operands[0]
+        tensor = torch.Tensor._make_wrapper_subclass(cls, projection.shape, dtype=projection.dtype, device=hidden.device)
+        tensor._projection = projection
+        return tensor
+
+    def __init__(self, projection: _Projection) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return _share(args[0])
+        args_, kwargs_ = tree_map_only(DeferredLogits, lambda t: t._projection.read(), (args, kwargs or {}))
+        result = func(*args_, **kwargs_)
+        if func._schema.is_mutable:
+            # An in-place operation wrote to the values and returns them: the caller holds the wrapper.
+            return tree_map_only(torch.Tensor, lambda t: args[0] if t is args_[0] else t, result)
+        return result
+
+    def _plain(self) -> Tensor:
+        return self._projection.read().detach().requires_grad_(self.requires_grad)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return repr(self._plain())
+
+    def __reduce_ex__(self, protocol):
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # refuses, as for any tensor with a history
+        return copy.deepcopy(self._plain(), memo)
+
+    # Whoever asks for memory (foreign Triton kernels, NumPy, DLPack) gets the values' memory.
+    def data_ptr(self) -> int:
+        return self._projection.read().data_ptr()
+
+    def untyped_storage(self):
+        return self._projection.read().untyped_storage()
+
+    def numpy(self, *, force: bool = False):
+        return self._plain().numpy(force=force)
+
+    def tolist(self) -> list[Any]:
+        return self._plain().tolist()
+
+    def __array__(self, *args, **kwargs):
+        return self._plain().__array__(*args, **kwargs)
+
+    def __dlpack__(self, **kwargs):
+        return self._plain().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self._projection.read().__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self):
+        return self._plain().__cuda_array_interface__
+
+
+def _share(logits: DeferredLogits) -> DeferredLogits:
+    """A second tensor of the same values, as detach() gives: what is written to one is read from the other."""
+    projection = logits._projection
+    tensor = torch.Tensor._make_wrapper_subclass(
+        DeferredLogits, logits.shape, strides=logits.stride(), dtype=logits.dtype, device=logits.device
+    )
+    tensor._projection = projection
+    return tensor

@@ -1,0 +1,50 @@
+"""Cross entropy on logits that exist, cast to float32 first as ForCausalLMLoss does (the cast vanishes in float32)."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from csrc_meta.checks import LABELS, REDUCTIONS
+from fusedops.compiler.match import Match
+from fusedops.compiler.rule import Rule
+
+# Numbers that a loss is given; the values are markers and occur nowhere else in the pattern.
+NUMBERS = {"ignore_index": -123457, "label_smoothing": 0.0123457}
+
+
+def on_logits(logits: Tensor, labels: Tensor, *, reduction: str, **numbers) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, reduction=reduction, **numbers)
+
+
+def fused(logits: Tensor, labels: Tensor, *, reduction: str, **numbers) -> Tensor:
+    return torch.ops.fusedops.cross_entropy(logits, labels, reduction=reduction, **numbers)
+
+
+def _examples() -> Iterator[dict[str, Tensor]]:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield {"logits": torch.empty(6, 8, dtype=dtype), "labels": torch.zeros(6, dtype=torch.int64)}
+
+
+def labels_are_indices(match: Match) -> str | None:
+    labels = match.value("labels")
+    if labels.dtype not in LABELS:
+        return f"labels are class probabilities ({labels.dtype})"
+    return None if labels.dim() == 1 else f"labels have shape {tuple(labels.shape)}: classes are not the last dimension"
+
+
+RULES = [
+    Rule(
+        name=f"cross_entropy.{reduction}",
+        op="cross_entropy",
+        pattern=partial(on_logits, reduction=reduction),
+        replacement=partial(fused, reduction=reduction),
+        examples=_examples,
+        numbers=NUMBERS,
+        anchor=torch.ops.aten.cross_entropy_loss.default,
+        guard=labels_are_indices,
+    )
+    for reduction in REDUCTIONS
+]
