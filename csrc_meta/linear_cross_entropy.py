@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csrc_meta import checks
 from csrc_meta import cross_entropy as ce
-from csrc_meta.registry import composite, primitive
+from csrc_meta.registry import composite, primitive, second_derivative_error
 from csrc_meta.spec import Sample, Spec
 
 ops = torch.ops.fusedops
@@ -292,6 +292,10 @@ def _backward(ctx, dloss, *_):
             dloss, *ctx.saved_tensors, ctx.ignore_index, ctx.label_smoothing, mask
         )
     else:
+        # These gradients were made in the forward pass: nothing links them to hidden and weight, and a second
+        # derivative would be silently zero. Only create_graph=True runs a backward pass with gradients enabled.
+        if torch.is_grad_enabled():
+            raise second_derivative_error("linear_cross_entropy")
         count, *summed = ctx.saved_tensors
         count = count if ctx.reduction == "mean" else torch.ones_like(count)
         gradients = ops.linear_cross_entropy_scale(dloss, count, summed, ctx.dtype)

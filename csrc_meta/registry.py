@@ -126,17 +126,21 @@ def _no_kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
+def second_derivative_error(name: str) -> DoubleBackwardError:
+    return DoubleBackwardError(
+        message(
+            name.removesuffix("_backward"),
+            "gradient",
+            "a second derivative",
+            "first derivatives only",
+            "Run this part in plain PyTorch: options={'disable': [...]} leaves it unrewritten.",
+        )
+    )
+
+
 def _raise_second_derivative(name: str) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise DoubleBackwardError(
-            message(
-                name.removesuffix("_backward"),
-                "gradient",
-                "a second derivative",
-                "first derivatives only",
-                "Run this part in plain PyTorch: options={'disable': [...]} leaves it unrewritten.",
-            )
-        )
+        raise second_derivative_error(name)
 
     return backward
 
