@@ -55,13 +55,16 @@ def _count(table: Table, record: dict[str, Any], kind: str, keys: tuple[str, ...
     def row(entry: dict[str, str]) -> tuple[str, ...]:
         return tuple(_layers_as_star(entry[k]) if k == "module" else entry[k] for k in keys)
 
+    for column in table.columns:
+        column.overflow = "fold"
+
     rows = Counter(row(entry) for run in record["runs"] for entry in run[kind])
     for cells, number in rows.items():
         table.add_row(*cells, str(number))
 
 
 def _layers_as_star(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return ".".join("*" if part.isdigit() else part for part in path.split(".")) or "-"
 
 
 def cost(record: dict[str, Any]) -> Table:
