@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.fx import GraphModule
 
 from csrc_meta.errors import FusedopsWarning, OptionError, message
@@ -73,6 +74,8 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], settings: Sett
             return compiler(gm, example_inputs)
         restore_logits = defer_logits(rewritten)
         return restore_logits(compiler(rewritten, example_inputs))
+    except (RestartAnalysis, SkipFrame):
+        raise  # Dynamo's own control flow
     except Exception as error:
         if not report.sites and report.graph_modules:
             raise  # nothing was rewritten: the failure is not ours

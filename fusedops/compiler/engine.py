@@ -10,13 +10,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusedops.compiler.match import Match, Mismatch, match_at
-from fusedops.compiler.normalise import trace
+from fusedops.compiler.normalise import ENTER_AUTOCAST, EXIT_AUTOCAST, trace
 from fusedops.compiler.report import Declined, Report, Site, module_path
 from fusedops.compiler.rule import Pattern, Rule
 
 ON_DEMAND = "fusedops_on_demand"
 _DEVICES = ("cpu", "cuda", "xpu")
-_ENTER_AUTOCAST, _EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _PURE = {torch.tensor, torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not}
 
 
@@ -77,7 +76,7 @@ class _GraphRewriter:
             reason = self.decline(found) or self.replace(found)
             if reason is None:
                 return Site(rule.name, rule.op, module_path(node))
-            found = Mismatch(reason, tuple(found.interior))
+            found = Mismatch(reason, tuple(found.interior), complete=True)
         self.remember(rule, found)
         return None
 
@@ -86,7 +85,7 @@ class _GraphRewriter:
         for node in mismatch.nodes:
             if node.op == "call_function" and node.target is rule.anchor:
                 known = self.attempts.get(node)
-                if known is None or len(mismatch.nodes) > len(known.nodes):
+                if known is None or mismatch.coverage > known.coverage:
                     self.attempts[node] = mismatch
 
     def decline(self, match: Match) -> str | None:
@@ -201,9 +200,9 @@ def _autocast_at(node: Node) -> Iterator[None]:
     for before in node.graph.nodes:
         if before is node:
             break
-        if before.target is _ENTER_AUTOCAST:
+        if before.target is ENTER_AUTOCAST:
             open_regions.append(before)
-        elif before.target is _EXIT_AUTOCAST:
+        elif before.target is EXIT_AUTOCAST:
             open_regions.remove(before.args[0])
     with contextlib.ExitStack() as stack:
         for region in open_regions:

@@ -58,6 +58,12 @@ class Mismatch:
 
     reason: str
     nodes: tuple[Node, ...]
+    complete: bool = False
+
+    @property
+    def coverage(self) -> tuple[bool, int]:
+        """Orders mismatches: one that the whole pattern led to tells more than one on the way."""
+        return self.complete, len(self.nodes)
 
 
 def match_at(pattern: Pattern, node: Node) -> Match | Mismatch:
@@ -67,7 +73,7 @@ def match_at(pattern: Pattern, node: Node) -> Match | Mismatch:
     if found is None:
         return Mismatch(search.reason, search.reached)
     reason = _escaping(found)
-    return Mismatch(reason, tuple(found.interior)) if reason else found
+    return Mismatch(reason, tuple(found.interior), complete=True) if reason else found
 
 
 def arguments(node: Node) -> list[Any]:
@@ -108,7 +114,7 @@ class _Search:
             if match.nodes[want] is got:
                 yield match
             else:
-                self.fail(match, f"{want.name} of the pattern would be two different values")
+                self.fail(match, f"{self.pattern.names.get(want, want.target)} would be two different values")
             return
         if want.op == "placeholder":
             yield from self.bind(want, got, match)

@@ -25,6 +25,7 @@ _VMAP = {
     predispatch._vmap_decrement_nesting,
     torch._functorch.vmap.lazy_load_decompositions,
 }
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default}
 # What Dynamo knows of a graph input and AOTAutograd wants to know again.
 _PLACEHOLDER_META = ("grapharg", "example_value", "tensor_dict", "_dynamo_source")
@@ -105,8 +106,15 @@ class _Retrace(Interpreter):
         super().__init__(gm)
         self.bodies = bodies
         self.vmap_depth = 0
+        self.outer_autocast: dict[Any, tuple[str, bool, torch.dtype]] = {}
 
     def run_node(self, n: Node) -> Any:
+        if n.target is ENTER_AUTOCAST:
+            device, dtype, enabled, _ = n.args
+            self.outer_autocast[n] = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            _set_autocast(device, enabled, dtype)
+        elif n.target is EXIT_AUTOCAST:
+            _set_autocast(*self.outer_autocast.pop(n.args[0]))
         if n.op == "get_attr":
             value = self.fetch_attr(n.target)
             if isinstance(value, GraphModule):
@@ -154,6 +162,15 @@ class _Retrace(Interpreter):
         name = tracer.get_fresh_qualname("body")
         tracer.root.register_module(name, body)
         return tracer.create_proxy("get_attr", name, (), {})
+
+
+def _set_autocast(device: str, enabled: bool, dtype: torch.dtype | None) -> None:
+    """make_fx records a switch of autocast without throwing it, and fakes traced after it would have wrong dtypes."""
+    with torch._C.DisableTorchFunction():
+        torch.set_autocast_enabled(device, enabled)
+        if dtype is not None:
+            torch.set_autocast_dtype(device, dtype)
+        torch.clear_autocast_cache()
 
 
 def _canonicalise(gm: GraphModule) -> None:
