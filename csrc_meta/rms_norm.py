@@ -96,7 +96,7 @@ def rms_norm_backward_ref(
         dx.copy_(r * (g - normalised * (g * normalised).mean(-1, keepdim=True)))
     if output_mask[1] and weight is not None:
         seen = normalised.to(x.dtype).to(rstd.dtype) if cast == "llama" else normalised
-        dweight.copy_((dy * seen).reshape(-1, x.shape[-1]).sum(0))
+        dweight.copy_((dy * seen).reshape(x.shape[:-1].numel(), x.shape[-1]).sum(0))
     return dx, dweight
 
 
