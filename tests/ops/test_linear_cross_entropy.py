@@ -1,0 +1,241 @@
+"""linear_cross_entropy: many chunks, what is held and computed, autocast, FLOPs, rejected inputs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from csrc_meta import SPECS, Sample, linear_cross_entropy
+from csrc_meta.errors import LabelOutOfRangeError, UnsupportedDtypeError, UnsupportedInputError
+from fusedops import functional
+from tests.ops.compare import Recorder, assert_bounded, assert_close_to_eager, rejection, run, snapshot
+
+EAGER = SPECS["linear_cross_entropy"].eager
+
+
+def sample(device, rows=14, hidden=16, vocabulary=50, dtype=torch.float32, bias=False, **kwargs) -> Sample:
+    def leaf(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device=device) / 3).to(dtype).requires_grad_()
+
+    labels = torch.randint(0, vocabulary, (rows,), device=device)
+    labels[::5] = -100
+    return Sample(
+        "", (leaf(rows, hidden), leaf(vocabulary, hidden), labels, leaf(vocabulary) if bias else None), kwargs
+    )
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """As many chunks as a large batch has, the last one short."""
+    monkeypatch.setattr(linear_cross_entropy, "chunk_rows", lambda rows, hidden, vocabulary, element_size: 4)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("small_chunks")
+def test_linear_cross_entropy_chunks(device, dtype, reduction):
+    case = sample(device, dtype=dtype, bias=True, reduction=reduction, label_smoothing=0.1)
+    assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_linear_cross_entropy_weight_gradient_is_summed_in_float32(device):
+    case = sample(device, rows=100, hidden=8, vocabulary=8, dtype=torch.bfloat16, reduction="sum")
+    hidden, weight, labels, _ = case.args
+    summed = torch.ops.fusedops.linear_cross_entropy_forward(
+        hidden, weight, labels, None, -100, "sum", 0.0, [True, True, False]
+    )[4]
+    assert summed.dtype == torch.float32
+    assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "wants"),
+    [(8192, 128256, 4096), (100, 128256, 100), (8192, 1000, 8192), (0, 1000, 1)],
+    ids=["as large as the weight", "few rows", "small vocabulary", "no rows"],
+)
+def test_linear_cross_entropy_chunk_size(rows, vocabulary, wants):
+    assert linear_cross_entropy.chunk_rows(rows, 4096, vocabulary, 2) == wants
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_linear_cross_entropy_computes_what_is_needed(device, reduction):
+    case = sample(device, bias=True, reduction=reduction)
+    hidden, weight, labels, bias = case.args
+    inputs = {"hidden": hidden, "weight": weight, "bias": bias}
+    for frozen in ((), ("weight",), ("hidden",), ("hidden", "weight"), ("weight", "bias")):
+        given = {name: t.detach() if name in frozen else t for name, t in inputs.items()}
+        with Recorder() as recorder:
+            loss = functional.linear_cross_entropy(
+                given["hidden"], given["weight"], labels, given["bias"], reduction=reduction
+            )
+            loss.sum().backward()
+        wanted = [name not in frozen for name in inputs]
+        (forward,) = recorder.arguments("linear_cross_entropy_forward")
+        assert forward[-1] == wanted
+        if reduction == "none":
+            (backward,) = recorder.arguments("linear_cross_entropy_backward")
+            assert backward[-1] == wanted
+
+
+def test_linear_cross_entropy_without_grad_makes_no_gradients(device):
+    hidden, weight, labels, _ = sample(device).args
+    with torch.no_grad(), Recorder() as recorder:
+        functional.linear_cross_entropy(hidden, weight, labels)
+    (forward,) = recorder.arguments("linear_cross_entropy_forward")
+    assert forward[-1] == [False, False, False]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_cross_entropy_all_ignored(device, reduction):
+    hidden, weight, labels, bias = sample(device, bias=True).args
+    loss = functional.linear_cross_entropy(hidden, weight, labels.fill_(-100), bias, reduction=reduction)
+    gradients = torch.autograd.grad(loss, (hidden, weight, bias), torch.ones_like(loss))
+    assert bool(loss.isnan().all()) == (reduction == "mean")
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
+def test_linear_cross_entropy_sum_divided_by_count(device):
+    """num_items_in_batch: the sum over a batch, divided by the tokens of all accumulated batches."""
+    hidden, weight, labels, _ = sample(device).args
+    got = torch.autograd.grad(
+        functional.linear_cross_entropy(hidden, weight, labels, reduction="sum") / 37, (hidden, weight)
+    )
+    wanted = torch.autograd.grad(EAGER(hidden, weight, labels, reduction="sum") / 37, (hidden, weight))
+    torch.testing.assert_close(got, wanted, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_cross_entropy_loss_scale_in_float16(device, reduction):
+    """65536 is what GradScaler starts with: the scaled gradients are right, and finite where eager's are."""
+    case = sample(device, rows=64, vocabulary=300, dtype=torch.float16, reduction=reduction)
+    upstream = torch.tensor(65536.0, device=device) if reduction == "mean" else torch.full((64,), 512.0, device=device)
+    got, theirs = (run(f, case, upstream) for f in (functional.linear_cross_entropy, EAGER))
+    wide = Sample("", tuple(t.detach().double().requires_grad_() for t in case.args[:2]) + case.args[2:], case.kwargs)
+    truth = run(EAGER, wide, upstream)
+    for a, b, c in zip(got.tensors(), theirs.tensors(), truth.tensors(), strict=True):
+        assert a.isfinite().all()
+        assert_bounded("gradient", a, b, c)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_cross_entropy_autocast(device, bias):
+    """float32 parameters under autocast: the projection runs in the autocast dtype, as torch.nn.functional.linear."""
+    case = sample(device, bias=bias)
+
+    def under_autocast(function):
+        def call(*args, **kwargs):
+            with torch.autocast(device.type, torch.bfloat16):
+                return function(*args, **kwargs)
+
+        return call
+
+    upstream = torch.tensor(1.5, device=device)
+    got = run(under_autocast(functional.linear_cross_entropy), case, upstream)
+    wanted = run(under_autocast(EAGER), case, upstream)
+    truth = run(EAGER, Sample("", _double(case.args), case.kwargs), upstream)
+    for a, b, c in zip(got.tensors(), wanted.tensors(), truth.tensors(), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        # Values are float32, rounding is bfloat16's: eager's error, and one step for the interpreter's truncation.
+        assert_bounded("autocast", a, b, c, slack=2.0**-7)
+    assert abs(got.output - truth.output) > 1e-6, "the projection ran in float32"
+
+
+def _double(args):
+    return tuple(
+        a.detach().double().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in args
+    )
+
+
+def test_linear_cross_entropy_flops(device):
+    """A rewritten model reports the FLOPs that it reported before."""
+
+    def count(function) -> int:
+        args = sample(device).args
+        with FlopCounterMode(display=False) as counter:
+            function(*args).backward()
+        return counter.get_total_flops()
+
+    assert count(functional.linear_cross_entropy) == count(EAGER) > 0
+
+
+def test_linear_cross_entropy_equals_cross_entropy_of_linear(device):
+    hidden, weight, labels, bias = sample(device, bias=True).args
+    logits = F.linear(hidden, weight, bias)
+    torch.testing.assert_close(
+        functional.linear_cross_entropy(hidden, weight, labels, bias),
+        functional.cross_entropy(logits, labels),
+        atol=1e-6,
+        rtol=1e-6,
+    )
+
+
+def rejects(error: type[Exception], *args, **kwargs) -> str:
+    return rejection(error, lambda: functional.linear_cross_entropy(*args, **kwargs))
+
+
+HIDDEN, WEIGHT, LABELS = torch.ones(2, 4), torch.ones(8, 4), torch.zeros(2, dtype=torch.int64)
+
+
+def test_linear_cross_entropy_rejects_labels_out_of_range():
+    snapshot(
+        rejects(LabelOutOfRangeError, HIDDEN, WEIGHT, LABELS + 8),
+        """fusedops.linear_cross_entropy: labels: got 8, wants labels in [0, 8) or ignore_index=-100. Check the tokenizer against the vocabulary, or mark the position with ignore_index.""",
+    )
+    snapshot(
+        rejects(LabelOutOfRangeError, HIDDEN, WEIGHT, LABELS - 1),
+        """fusedops.linear_cross_entropy: labels: got -1, wants labels in [0, 8) or ignore_index=-100. Check the tokenizer against the vocabulary, or mark the position with ignore_index.""",
+    )
+
+
+def test_linear_cross_entropy_rejects_dtypes():
+    snapshot(
+        rejects(UnsupportedDtypeError, HIDDEN.int(), WEIGHT, LABELS),
+        """fusedops.linear_cross_entropy: hidden: got (2, 4) int32 on cpu, wants one of bfloat16, float16, float32, float64. Cast it to a floating-point dtype.""",
+    )
+    snapshot(
+        rejects(UnsupportedDtypeError, HIDDEN, WEIGHT.half(), LABELS),
+        """fusedops.linear_cross_entropy: weight: got (8, 4) float16 on cpu, wants the dtype of hidden, torch.float32. Cast one of them: weight.to(hidden.dtype).""",
+    )
+    snapshot(
+        rejects(UnsupportedDtypeError, HIDDEN, WEIGHT, LABELS, torch.ones(8).half()),
+        """fusedops.linear_cross_entropy: bias: got (8,) float16 on cpu, wants the dtype of hidden, torch.float32. Cast one of them: bias.to(hidden.dtype).""",
+    )
+    snapshot(
+        rejects(UnsupportedDtypeError, HIDDEN, WEIGHT, torch.ones(2, 8)),
+        """fusedops.linear_cross_entropy: labels: got (2, 8) float32 on cpu, wants one of int64, int32. Class probabilities are not supported: use torch.nn.functional.""",
+    )
+
+
+def test_linear_cross_entropy_rejects_shapes():
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT.t(), LABELS),
+        """fusedops.linear_cross_entropy: weight: got (4, 8) float32 on cpu, wants shape (V, H) with the last dimension of hidden, (2, 4) float32 on cpu. Pass the projection as torch.nn.Linear stores it.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS[:1]),
+        """fusedops.linear_cross_entropy: labels: got (1,) int64 on cpu, wants shape (2,). One label for each row of hidden.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, torch.ones(4)),
+        """fusedops.linear_cross_entropy: bias: got (4,) float32 on cpu, wants shape (8,). One element for each row of weight.""",
+    )
+
+
+def test_linear_cross_entropy_rejects_another_device():
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT.to("meta"), LABELS),
+        """fusedops.linear_cross_entropy: weight: got (8, 4) float32 on meta, wants the device of hidden, cpu. Move it: weight.to(hidden.device).""",
+    )
+
+
+def test_linear_cross_entropy_rejects_options():
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, reduction="batchmean"),
+        """fusedops.linear_cross_entropy: reduction: got 'batchmean', wants one of 'none', 'mean', 'sum'. Pass one of these.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, label_smoothing=-0.1),
+        """fusedops.linear_cross_entropy: label_smoothing: got -0.1, wants a number in [0, 1]. Pass the probability mass to spread.""",
+    )
