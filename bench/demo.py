@@ -81,8 +81,18 @@ def plans(device: torch.device, report: Any) -> dict[str, Callable[[torch.nn.Mod
     runs: dict[str, Callable[[torch.nn.Module], Any]] = {"eager": lambda model: model}
     if device.type == "cuda":
         runs["torch.compile"] = torch.compile
-    runs["fusedops"] = lambda model: torch.compile(model, backend="fusedops", options={"report": report})
+    backend = _backend()
+    runs["fusedops"] = lambda model: torch.compile(model, backend=backend, options={"report": report})
     return runs
+
+
+def _backend() -> Any:
+    """By name, as users write it; from sources that are not installed, which no name leads to, the function itself."""
+    if "fusedops" in torch.compiler.list_backends(exclude_tags=()):
+        return "fusedops"
+    from fusedops.compiler.backend import fusedops
+
+    return fusedops
 
 
 def _run_all(console: Console, preset: Preset, data: list[torch.Tensor], device: torch.device) -> list[Result]:

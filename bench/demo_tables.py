@@ -14,6 +14,8 @@ def show(console: Console, record: dict[str, Any]) -> None:
     for table in (losses(record), sites(record), declined(record), cost(record)):
         if table.row_count:
             console.print(table)
+    for line in summary(record):
+        console.print(line, highlight=False)
     for line in failures(record):
         console.print(line, style="bold red", markup=False)
 
@@ -90,6 +92,18 @@ def cost(record: dict[str, Any]) -> Table:
 
 def _number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def summary(record: dict[str, Any]) -> list[str]:
+    """Peak memory and step time of fusedops beside those of the plain run (torch.compile, where it ran)."""
+    *plain, ours = record["runs"]
+    other = plain[-1]
+    lines = []
+    for key, what in (("peak_mib", "peak memory"), ("step_ms", "time of a step")):
+        a, b = (r[key]["median"] if isinstance(r[key], dict) else r[key] for r in (other, ours))
+        if a and b:
+            lines.append(f"{ours['name']} takes {b / a:.2f} times the {what} of {other['name']}.")
+    return lines
 
 
 def failures(record: dict[str, Any]) -> list[str]:

@@ -61,7 +61,7 @@ def demo_page(record: dict[str, Any]) -> str:
     parts = [model, machine(record)]
     tables = (demo_tables.cost, demo_tables.losses, demo_tables.sites, demo_tables.declined)
     parts += [markdown(table) for table in (make(record) for make in tables) if table.row_count]
-    parts += demo_tables.failures(record)
+    parts += demo_tables.summary(record) + demo_tables.failures(record)
     parts.append("![Loss curves](results/losses.png)")
     return "\n\n".join(parts) + "\n"
 

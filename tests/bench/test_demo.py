@@ -67,3 +67,14 @@ def test_tables_name_sites_and_reasons():
 def test_too_few_steps_are_refused(capsys):
     assert demo.main(["--device", "cpu", "--steps", "2"]) == 2
     assert "warm-up" in capsys.readouterr().out
+
+
+def test_summary_compares_with_the_last_plain_run():
+    def run(name, peak, step):
+        return {"name": name, "peak_mib": peak, "step_ms": step and {"median": step}}
+
+    runs = [run("eager", 40.0, 9.0), run("torch.compile", 20.0, 4.0), run("fusedops", 10.0, 5.0)]
+    memory, time = demo_tables.summary({"runs": runs})
+    assert memory == "fusedops takes 0.50 times the peak memory of torch.compile."
+    assert time == "fusedops takes 1.25 times the time of a step of torch.compile."
+    assert demo_tables.summary({"runs": [run("eager", None, 9.0), run("fusedops", None, None)]}) == []
