@@ -99,7 +99,11 @@ def _version(t: Tensor | None) -> int | None:
 def _fingerprint(t: Tensor) -> Tensor:
     """The sum of a tensor's bits as integers, modulo 2^64."""
     bits = t.detach()
-    if bits.is_contiguous() and bits.numel() * bits.element_size() % 8 == 0 and bits.storage_offset() * bits.element_size() % 8 == 0:
+    if (
+        bits.is_contiguous()
+        and bits.numel() * bits.element_size() % 8 == 0
+        and bits.storage_offset() * bits.element_size() % 8 == 0
+    ):
         return bits.view(-1).view(torch.int64).sum()
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return bits.view(integers[bits.element_size()]).sum(dtype=torch.int64)
@@ -129,7 +133,9 @@ class DeferredLogits(torch.Tensor):
     @staticmethod
     def __new__(cls, projection: _Projection) -> "DeferredLogits":
         hidden = projection.operands[0]
-        tensor = torch.Tensor._make_wrapper_subclass(cls, projection.shape, dtype=projection.dtype, device=hidden.device)
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, projection.shape, dtype=projection.dtype, device=hidden.device
+        )
         tensor._projection = projection
         return tensor
 

@@ -63,7 +63,9 @@ def _inductor(mode: str | None, options: Mapping[str, Any]) -> Compiler:
     return torch._TorchCompileInductorWrapper(mode, dict(options) or None, None)
 
 
-def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, compiler: Compiler) -> Callable[..., Any]:
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, compiler: Compiler
+) -> Callable[..., Any]:
     """Rewrite a graph and compile it; if anything of ours fails, warn and compile the graph as it was captured."""
     report = Report(graphs=1)
     try:

@@ -156,7 +156,11 @@ class _GraphRewriter:
 
 
 def _observable_difference(old: torch.Tensor, new: torch.Tensor) -> str | None:
-    for what, a, b in (("dtype", old.dtype, new.dtype), ("device", old.device, new.device), ("rank", old.dim(), new.dim())):
+    for what, a, b in (
+        ("dtype", old.dtype, new.dtype),
+        ("device", old.device, new.device),
+        ("rank", old.dim(), new.dim()),
+    ):
         if a != b:
             return f"its {what} would change from {a} to {b}"
     for what, a, b in (("shape", tuple(old.shape), tuple(new.shape)), ("strides", old.stride(), new.stride())):
@@ -188,9 +192,13 @@ def _is_barrier(node: Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
     if isinstance(target, torch._ops.HigherOrderOperator):
-        bodies = [getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"]
+        bodies = [
+            getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"
+        ]
         return any(_is_barrier(n) for b in bodies if isinstance(b, GraphModule) for n in b.graph.nodes)
-    return node.op != "call_function" or not (target in _PURE or getattr(target, "__module__", "") in (operator.__name__, "_operator", "math"))
+    return node.op != "call_function" or not (
+        target in _PURE or getattr(target, "__module__", "") in (operator.__name__, "_operator", "math")
+    )
 
 
 @contextlib.contextmanager
@@ -209,4 +217,3 @@ def _autocast_at(node: Node) -> Iterator[None]:
             device, dtype, enabled, cache = region.args
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
-

@@ -23,6 +23,7 @@ class Match:
     pattern: Pattern
     nodes: dict[Node, Node] = field(default_factory=dict)
     bindings: dict[str, Any] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)  # what keeps an equal structure from being the same spelling
 
     @property
     def rule(self) -> Rule:
@@ -49,7 +50,7 @@ class Match:
         return bound.meta.get("val") if isinstance(bound, Node) else bound
 
     def copy(self) -> "Match":
-        return Match(self.pattern, dict(self.nodes), dict(self.bindings))
+        return Match(self.pattern, dict(self.nodes), dict(self.bindings), list(self.differences))
 
 
 @dataclass
@@ -72,7 +73,7 @@ def match_at(pattern: Pattern, node: Node) -> Match | Mismatch:
     found = next(search.node(pattern.outputs[0], node, Match(pattern)), None)
     if found is None:
         return Mismatch(search.reason, search.reached)
-    reason = _escaping(found)
+    reason = found.differences[0] if found.differences else _escaping(found)
     return Mismatch(reason, tuple(found.interior), complete=True) if reason else found
 
 
@@ -122,12 +123,9 @@ class _Search:
         if not isinstance(got, Node) or got.op != "call_function" or got.target is not want.target:
             self.fail(match, f"expected {want.target}, found {_name(got)}")
             return
-        reason = _different_dtype(want, got)
-        if reason:
-            self.fail(match, reason)
-            return
         match = match.copy()
         match.nodes[want] = got
+        match.differences += _different_dtype(want, got)
         wanted, given = arguments(want), arguments(got)
         if want.target in _ANY_SIZE:
             wanted, given = wanted[:1], given[:1]
@@ -177,12 +175,12 @@ class _Search:
             yield match
 
 
-def _different_dtype(want: Node, got: Node) -> str | None:
+def _different_dtype(want: Node, got: Node) -> list[str]:
     """Cast order is part of a spelling: every intermediate value has to have the dtype that the pattern's has."""
     a, b = want.meta.get("val"), got.meta.get("val")
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype != b.dtype:
-        return f"{got.target} computes in {b.dtype}, the pattern in {a.dtype}"
-    return None
+        return [f"{got.target} computes in {b.dtype}, the pattern in {a.dtype}"]
+    return []
 
 
 def _escaping(match: Match) -> str | None:
@@ -198,5 +196,6 @@ def _escaping(match: Match) -> str | None:
 
 def _name(x: Any) -> str:
     if isinstance(x, Node):
-        return str(x.target) if x.op == "call_function" else f"{x.op} {x.name}"
+        kinds = {"call_function": str(x.target), "output": "the graph's output", "placeholder": f"the input {x.name}"}
+        return kinds.get(x.op, f"{x.op} {x.name}")
     return repr(x)

@@ -76,4 +76,3 @@ def _adopt(gm: GraphModule, other: GraphModule, name: str) -> str:
     adopted = f"fusedops_{name.replace('.', '_')}"
     setattr(gm, adopted, getattr(other, name))
     return adopted
-

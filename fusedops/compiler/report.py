@@ -64,7 +64,9 @@ class Report:
         parts: list[Table | Text] = [replaced if self.sites else Text("Nothing was replaced.")]
         if self.declined:
             declined = Table("looks like", "module", "why it was left", "sites", title="Declined", title_justify="left")
-            for (anchor, module, reason), n in _tally((d.anchor, _family(d.module), d.reason) for d in self.declined).items():
+            for (anchor, module, reason), n in _tally(
+                (d.anchor, _family(d.module), d.reason) for d in self.declined
+            ).items():
                 declined.add_row(anchor, module, reason, str(n))
             parts.append(declined)
         parts += [Text(f"Failed, running as captured: {f}") for f in self.failures]
@@ -89,7 +91,7 @@ def module_path(node: Node) -> str:
 
 def _family(path: str) -> str:
     """model.layers.3.norm -> model.layers.*.norm"""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return ".".join("*" if part.isdigit() else part for part in path.split(".")) or "(the model itself)"
 
 
 def _tally(rows) -> dict[tuple[str, str, str], int]:

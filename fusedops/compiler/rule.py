@@ -80,7 +80,10 @@ class Pattern:
     @classmethod
     def of(cls, rule: Rule, tensors: Mapping[str, Tensor]) -> "Pattern":
         names = list(tensors)
-        gm = trace(lambda *values: rule.pattern(**dict(zip(names, values, strict=True)), **rule.numbers), list(tensors.values()))
+        gm = trace(
+            lambda *values: rule.pattern(**dict(zip(names, values, strict=True)), **rule.numbers),
+            list(tensors.values()),
+        )
         captures = {(type(v), v): Capture(k) for k, v in rule.numbers.items()}
         for node in gm.graph.nodes:
             node.args = torch.fx.node.map_aggregate(node.args, lambda a: _capture(a, captures))

@@ -1,0 +1,83 @@
+"""Twenty steps of training: eager, plain torch.compile and fusedops against a run in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedops
+from tests.rewriting import SITES, tiny, tokens
+
+STEPS = 20
+# How much further from the float64 run fusedops may be than eager. Both are dominated by the rounding of weights and
+# activations to the model's dtype; their distances vary by tens of percent with the order of sums alone.
+FACTOR = 1.5
+# Below this, in units of the loss, distances are float32's own noise and their ratio says nothing.
+NOISE = 2e-6
+
+
+class Norm64(torch.nn.Module):
+    """The norm without a cast to float32: HuggingFace's would make the float64 run a float32 one."""
+
+    def __init__(self, weight, eps, offset) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = weight, eps, offset
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (self.offset + self.weight)
+
+
+def float64_run(name: str, dtype: torch.dtype, batches) -> list[float]:
+    """The losses that the dtype's initial weights lead to in float64 throughout."""
+    model = tiny(name, dtype).double()
+    for path, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, Norm64(module.weight, eps, float(name == "gemma")))
+
+    def loss(ids):
+        logits = model(ids).logits[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+
+    return train(model, loss, batches)
+
+
+def train(model, loss, batches) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for ids in batches:
+        optimizer.zero_grad()
+        value = loss(ids)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def run(name: str, dtype: torch.dtype, batches, backend: str | None, checkpointing: bool, options=None) -> list[float]:
+    torch._dynamo.reset()
+    model = tiny(name, dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    call = torch.compile(model, backend=backend, options=options) if backend else model
+    return train(model, lambda ids: call(input_ids=ids, labels=ids).loss, batches)
+
+
+def furthest(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_trains_as_close_to_float64_as_eager(name, dtype, checkpointing) -> None:
+    batches = [tokens(4, 16) for _ in range(STEPS)]
+    report = fusedops.Report()
+    truth = float64_run(name, dtype, batches)
+    eager = run(name, dtype, batches, None, checkpointing)
+    inductor = run(name, dtype, batches, "inductor", checkpointing)
+    fused = run(name, dtype, batches, "fusedops", checkpointing, {"report": report})
+    assert report.counts() == SITES and not report.declined and not report.failures
+    bound = FACTOR * max(furthest(eager, truth), NOISE)
+    assert furthest(fused, truth) <= bound, f"eager {furthest(eager, truth)}, inductor {furthest(inductor, truth)}"
+    assert eager[-1] < eager[0] and fused[-1] < fused[0]

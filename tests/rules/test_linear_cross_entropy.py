@@ -1,0 +1,144 @@
+"""The loss from hidden states: spellings that are rewritten, and their neighbours that are not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from tests.rewriting import calls, rewritten
+
+HIDDEN, VOCABULARY = 24, 40
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def inputs(dtype=torch.float32):
+    hidden, weight = torch.randn(2, 5, HIDDEN, dtype=dtype), torch.randn(VOCABULARY, HIDDEN, dtype=dtype)
+    return hidden, weight, torch.randint(0, VOCABULARY, (2, 5))
+
+
+def causal_lm(hidden, weight, labels, bias=None, **kwargs):
+    logits = F.linear(hidden, weight, bias)
+    return ForCausalLMLoss(logits, labels, VOCABULARY, **kwargs), logits
+
+
+def loss_only(*args, **kwargs):
+    return causal_lm(*args, **kwargs)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("function", [causal_lm, loss_only])
+def test_causal_lm_rewrites(function, with_bias, dtype) -> None:
+    bias = torch.randn(VOCABULARY, dtype=dtype) if with_bias else None
+    report = rewritten(function, *inputs(dtype), bias)
+    assert report.counts() == {"linear_cross_entropy": 1} and not report.declined
+    assert "aten.linear.default" not in calls(report)  # neither the loss nor the returned logits need it
+
+
+@pytest.mark.parametrize("count", [7, torch.tensor(7)], ids=["int", "tensor"])
+def test_causal_lm_rewrites_num_items_in_batch(count) -> None:
+    report = rewritten(causal_lm, *inputs(), num_items_in_batch=count)
+    assert [s.rule for s in report.sites] == ["linear_cross_entropy.causal_lm_sum"]
+
+
+def test_causal_lm_rewrites_shift_labels_and_ignore_index() -> None:
+    hidden, weight, labels = inputs()
+    report = rewritten(causal_lm, hidden, weight, None, shift_labels=labels, ignore_index=3)
+    (call,) = [n for n in report.graph_modules[0].graph.nodes if "fusedops" in str(n.target)]
+    assert report.counts() == {"linear_cross_entropy": 1} and call.kwargs["ignore_index"] == 3
+
+
+def test_causal_lm_rewrites_label_smoothing_and_none() -> None:
+    def smoothed(hidden, weight, labels):
+        flat = F.linear(hidden, weight).float().view(-1, VOCABULARY)
+        return F.cross_entropy(flat, labels.view(-1), reduction="none", label_smoothing=0.25)
+
+    report = rewritten(smoothed, *inputs())
+    (call,) = [n for n in report.graph_modules[0].graph.nodes if "fusedops" in str(n.target)]
+    assert call.kwargs["label_smoothing"] == 0.25 and call.kwargs["reduction"] == "none"
+
+
+def test_causal_lm_rewritten_graph() -> None:
+    report = rewritten(causal_lm, *inputs(torch.bfloat16))
+    graph = report.graph_modules[0].graph
+    lines = [f"{n.name} = {n.target}{n.args[1:]} {dict(n.kwargs)}" for n in graph.nodes if n.op == "call_function"]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+pad = aten.pad.default([0, 1], 'constant', -100.0) {}
+slice_1 = aten.slice.Tensor(1, 1, 9223372036854775807) {}
+contiguous = aten.contiguous.default() {}
+view_1 = aten.view.default([-1],) {}
+reshape = aten.reshape.default([-1, 24],) {}
+linear_cross_entropy = fusedops.linear_cross_entropy.default(arg1_1, view_1) {}""",
+    )
+
+
+def _class_weights(hidden, weight, labels):
+    flat = F.linear(hidden, weight).float().view(-1, VOCABULARY)
+    return F.cross_entropy(flat, labels.view(-1), weight=torch.ones(VOCABULARY))
+
+
+def _class_probabilities(hidden, weight, labels):
+    flat = F.linear(hidden, weight).float().view(-1, VOCABULARY)
+    return F.cross_entropy(flat, torch.softmax(flat.detach(), -1))
+
+
+def _classes_in_the_middle(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight).float().transpose(1, 2), labels)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [_class_weights, _class_probabilities, _classes_in_the_middle],
+    ids=lambda f: f.__name__.strip("_"),
+)
+def test_loss_keeps(spelling) -> None:
+    report = rewritten(spelling, *inputs())
+    assert not report.sites and not report.failures
+    (declined,) = report.declined
+    assert declined.anchor == "aten.cross_entropy_loss.default" and declined.reason
+
+
+def _rows_merged(hidden, weight, labels):
+    flat = F.linear(hidden, weight).float().view(-1, 2 * VOCABULARY)
+    return F.cross_entropy(flat, labels.view(-1)[: flat.shape[0]])
+
+
+def _logits_read_in_the_graph(hidden, weight, labels):
+    loss, logits = causal_lm(hidden, weight, labels)
+    return loss, logits.argmax(-1)
+
+
+def _softcapped(hidden, weight, labels):
+    return ForCausalLMLoss(torch.tanh(F.linear(hidden, weight) / 30.0) * 30.0, labels, VOCABULARY)
+
+
+def _scaled(hidden, weight, labels):
+    return ForCausalLMLoss(F.linear(hidden, weight) * 0.5, labels, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    "spelling", [_logits_read_in_the_graph, _softcapped, _scaled, _rows_merged], ids=lambda f: f.__name__.strip("_")
+)
+def test_causal_lm_falls_back_to_cross_entropy(spelling) -> None:
+    """The projection is needed anyway; the loss on its logits is still one operator."""
+    report = rewritten(spelling, *inputs(torch.bfloat16))
+    assert report.counts() == {"cross_entropy": 1} and "aten.linear.default" in calls(report)
+
+
+def test_causal_lm_keeps_weight_written_to_in_between() -> None:
+    def written(hidden, weight, labels):
+        weight = weight * 1.0
+        logits = F.linear(hidden, weight)
+        weight.zero_()
+        return ForCausalLMLoss(logits, labels, VOCABULARY)
+
+    assert "linear_cross_entropy" not in rewritten(written, *inputs()).counts()
+
+
+def test_causal_lm_keeps_float64() -> None:
+    """ForCausalLMLoss narrows float64 logits to float32; the operator would not."""
+    report = rewritten(causal_lm, *inputs(torch.float64))
+    assert not report.counts().get("linear_cross_entropy")
