@@ -90,8 +90,8 @@ def _case(
     op: Operator, shape: Shape, device: torch.device, timer: Timer, l2_bytes: int, copy_rate: float, console: Console
 ) -> dict[str, Any]:
     case: dict[str, Any] = {"op": op.name, "shape": list(shape), "letters": op.letters, "floor": None, "peers": []}
-    case["bytes_moved"] = SPECS[op.name].bytes_moved(*op.inputs(shape, _generator(device)).args)
     try:
+        case["bytes_moved"] = SPECS[op.name].bytes_moved(*op.inputs(shape, _generator(device)).args)
         truth = op.truth(op.inputs(shape, _generator(device)))
         if op.floor is not None:
             step = op.floor(op.inputs(shape, _generator(device)))
