@@ -6,7 +6,6 @@ Importing fusedops registers ``torch.ops.fusedops.*`` and imports neither Triton
 import importlib
 from typing import Any
 
-import csrc_meta
 from csrc_meta.errors import (
     DoubleBackwardError,
     FusedopsError,

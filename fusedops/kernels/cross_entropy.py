@@ -78,7 +78,7 @@ def cross_entropy_fwd_kernel(
         tl.store(stats_ptr + T + row, log_sum)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["stats_stride", "ignore_index"])
 def cross_entropy_bwd_kernel(
     dloss_ptr,
     dloss_stride_t,

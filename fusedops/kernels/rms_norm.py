@@ -15,9 +15,9 @@ from torch import Tensor
 from csrc_meta.rms_norm import rms_norm_backward_fake, rms_norm_fake
 from fusedops.kernels.launch import as_rows, contiguous, launch, processors
 
-# Widest rows held in registers. The backward pass holds x, dy, w and the sum of dweight at a time, without spilling.
+# Widest rows held in registers without spilling: columns forward, bytes of x backward, which holds x, dy and dweight.
 FORWARD_COLUMNS = 16384
-BACKWARD_COLUMNS = 8192
+BACKWARD_BYTES = 32768
 TILE = 4096  # elements of a tile of several short rows
 ELEMENTS_PER_WARP = 512  # 16 a thread: two 16-byte loads of bf16, and few enough registers for several programs
 # BLOCK_M, BLOCK_N, warps. The more rows share a block, the less often the sum of dweight is read and written.
@@ -149,8 +149,6 @@ def rms_norm_bwd_kernel(
     program = tl.program_id(0)
     if dw_ptr is not None:
         dw = tl.zeros((BLOCK_M, BLOCK_N), WIDE)
-    if w_ptr is not None:
-        scale = _scale(w_ptr, tl.arange(0, BLOCK_N)[None, :], N, OFFSET, CAST, WIDE)
     for tile in range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         rows = _rows(tile, BLOCK_M)
         columns, mask = _tile(rows, 0, M, N, BLOCK_N)
@@ -162,7 +160,8 @@ def rms_norm_bwd_kernel(
         if dx_ptr is not None:
             g = dy
             if w_ptr is not None:
-                g *= scale
+                # From the cache for every tile: held, it would take the registers that wide rows need.
+                g *= _scale(w_ptr, columns, N, OFFSET, CAST, WIDE)
             xhat = x.to(WIDE) * rstd
             dx = rstd * (g - xhat * (tl.sum(g * xhat, 1, keep_dims=True) / N))
             tl.store(dx_ptr + rows * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -257,7 +256,7 @@ def rms_norm_bwd(
         return dx, dweight
     dy, x = as_rows(dy), as_rows(x)
     m, n = x.shape
-    if n <= BACKWARD_COLUMNS:
+    if n * x.element_size() <= BACKWARD_BYTES:
         kernel, (block_m, block_n, warps), new = rms_norm_bwd_kernel, _whole_rows(n), x.new_empty
     else:
         kernel, (block_m, block_n, warps), new = rms_norm_bwd_wide_kernel, WIDE_BACKWARD, x.new_zeros

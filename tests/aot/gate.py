@@ -52,7 +52,7 @@ class Unit:
         """All pointers and strides are known to be multiples of 16, so that nothing forbids 16-byte accesses."""
         names = list(self.signature)
         divisible = {names[path[0]] for path, found in self.attributes.items() if ["tt.divisibility", 16] in found}
-        sizes = [n for n in names if n.endswith("_stride_m") or n.endswith("logits_stride_t") or n in ("N", "V")]
+        sizes = [n for n in names if n.endswith(("_stride_m", "logits_stride_t")) or n in ("N", "V")]
         pointers = [n for n, kind in self.signature.items() if kind.startswith("*")]
         constants = {names[path[0]]: value for path, value in self.constants.items()}
         return all(n in divisible or (n in constants and constants[n] % 16 == 0) for n in (*pointers, *sizes))

@@ -25,7 +25,9 @@ class TwoNorms(nn.Module):
 def test_explain_prints_a_table() -> None:
     report = rewritten(TwoNorms(), torch.randn(3, 8))
     text = str(report).translate({ord(c): "-" for c in "━─┏┳┓┡╇┩└┴┘"} | {ord(c): "|" for c in "┃│"})
-    assert_expected_inline("\n".join(line.rstrip() for line in text.splitlines()), """\
+    assert_expected_inline(
+        "\n".join(line.rstrip() for line in text.splitlines()),
+        """\
 Replaced
 ----------------------------------------------------------
 | operator | rule           | module             | sites |
@@ -38,7 +40,8 @@ Declined
 ----------------------------------------------------------------------------------------
 | aten.rsqrt.default | (the model itself) | no rule describes its surroundings | 1     |
 ----------------------------------------------------------------------------------------
-1 graph captured.""")
+1 graph captured.""",
+    )
 
 
 def test_explain_is_structured() -> None:

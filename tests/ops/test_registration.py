@@ -9,6 +9,9 @@ import torch
 
 from csrc_meta import registry
 from fusedops import kernels
+from tests.conftest import INTERPRETED
+
+imports = pytest.mark.skipif(INTERPRETED, reason="starts a new process, which no kernel takes part in")
 
 
 def in_new_process(code: str) -> str:
@@ -18,6 +21,7 @@ def in_new_process(code: str) -> str:
     return done.stdout
 
 
+@imports
 def test_import_is_cheap():
     in_new_process(
         "import sys, torch, fusedops\n"
@@ -26,6 +30,7 @@ def test_import_is_cheap():
     )
 
 
+@imports
 def test_without_triton_no_kernel_is_registered_for_gpus():
     in_new_process(
         "import sys\n"
@@ -38,6 +43,7 @@ def test_without_triton_no_kernel_is_registered_for_gpus():
     )
 
 
+@imports
 def test_flop_formulas_reach_a_counter_imported_later():
     in_new_process(
         "import fusedops, torch, sys\n"
@@ -73,6 +79,7 @@ def test_registering_again_is_harmless(device):
     assert torch.ops.fusedops.rms_norm(x, None, 1e-6).shape == (2, 8)
 
 
+@imports
 def test_reimport_is_harmless():
     in_new_process(
         "import sys, torch, fusedops\n"

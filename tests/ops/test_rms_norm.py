@@ -18,8 +18,8 @@ def sample(device, rows, columns, dtype=torch.float32, weight_dtype=None, **kwar
     return Sample("", (x, weight, 1e-6), kwargs)
 
 
-# Several rows in a tile and more tiles than programs; one row in a tile; a width that is no power of two; rows that are
-# walked in blocks in the backward pass alone (8192 < N) and in both passes (16384 < N), with a last block that is short.
+# Several rows in a tile and more tiles than programs; one row in a tile; widths that are no power of two; rows that are
+# walked in blocks in the backward pass alone (from 32 KiB on) and in both passes (16384 < N), the last block short.
 SHAPES = ((450, 128), (13, 2048), (9, 8192), (27, 8200), (3, 16400), (2, 65536))
 
 
