@@ -10,6 +10,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 
 import fusedops
 from fusedops.compiler.backend import Settings, compile_graph
+from tests.conftest import DEVICE
 
 SIZES = dict(
     vocab_size=128,
@@ -28,7 +29,7 @@ SITES = {"linear_cross_entropy": 1, "rms_norm": 5}
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **config) -> nn.Module:
     torch.manual_seed(0)
     model, config_class = MODELS[name]
-    return model(config_class(**(SIZES | config))).to(dtype)
+    return model(config_class(**(SIZES | config))).to(DEVICE, dtype)
 
 
 def compiled(model: Callable, report: fusedops.Report | None = None, disable=(), **kwargs) -> Callable:
@@ -42,7 +43,7 @@ def compiled(model: Callable, report: fusedops.Report | None = None, disable=(),
 
 
 def tokens(*shape: int) -> Tensor:
-    return torch.randint(0, SIZES["vocab_size"], shape or (2, 16))
+    return torch.randint(0, SIZES["vocab_size"], shape or (2, 16)).to(DEVICE)
 
 
 def step(

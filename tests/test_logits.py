@@ -39,7 +39,9 @@ def write_through_view(z):
 
 CONSUMERS = {
     "pointwise": lambda z: z.float().pow(2).mean(),
-    "cross_entropy": lambda z: F.cross_entropy(z.view(-1, z.shape[-1]), torch.arange(z[..., 0].numel())),
+    "cross_entropy": lambda z: F.cross_entropy(
+        z.view(-1, z.shape[-1]), torch.arange(z[..., 0].numel(), device=z.device)
+    ),
     "log_softmax and gather": lambda z: z.log_softmax(-1).gather(-1, z.argmax(-1, keepdim=True)).sum(),
     "custom function": Saved.apply,
     "read twice": lambda z: z.exp().mean() + z.sin().sum(),

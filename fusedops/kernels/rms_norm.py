@@ -19,11 +19,11 @@ from fusedops.kernels.launch import as_rows, contiguous, launch, processors
 FORWARD_COLUMNS = 16384
 BACKWARD_BYTES = 32768
 TILE = 4096  # elements of a tile of several short rows
-ELEMENTS_PER_WARP = 512  # 16 a thread: two 16-byte loads of bf16, and few enough registers for several programs
+SHORT_ROW = 256  # columns up to which the backward pass is faster with more warps to a tile
 # BLOCK_M, BLOCK_N, warps. The more rows share a block, the less often the sum of dweight is read and written.
 WIDE_FORWARD = (1, 8192, 16)
 WIDE_BACKWARD = (4, 2048, 8)
-PROGRAMS_PER_PROCESSOR = 2
+WARPS_PER_PROCESSOR = 16  # of the backward pass: more write more parts of dweight, fewer wait for memory
 
 
 @triton.jit
@@ -224,11 +224,11 @@ def rms_norm_bwd_wide_kernel(
                 tl.store(dx_ptr + rows * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _whole_rows(columns: int) -> tuple[int, int, int]:
+def _whole_rows(columns: int, elements_per_warp: int) -> tuple[int, int, int]:
     """BLOCK_M, BLOCK_N and the number of warps for tiles of whole rows."""
     block_n = triton.next_power_of_2(max(columns, 1))
     block_m = max(TILE // block_n, 1)
-    return block_m, block_n, min(max(block_m * block_n // ELEMENTS_PER_WARP, 4), 16)
+    return block_m, block_n, min(max(block_m * block_n // elements_per_warp, 4), 16)
 
 
 def rms_norm_fwd(
@@ -238,7 +238,7 @@ def rms_norm_fwd(
     x = as_rows(x)
     m, n = x.shape
     if n <= FORWARD_COLUMNS:
-        kernel, (block_m, block_n, warps) = rms_norm_fwd_kernel, _whole_rows(n)
+        kernel, (block_m, block_n, warps) = rms_norm_fwd_kernel, _whole_rows(n, 512)
     else:
         kernel, (block_m, block_n, warps) = rms_norm_fwd_wide_kernel, WIDE_FORWARD
     sizes = {"M": m, "N": n, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
@@ -257,10 +257,12 @@ def rms_norm_bwd(
     dy, x = as_rows(dy), as_rows(x)
     m, n = x.shape
     if n * x.element_size() <= BACKWARD_BYTES:
-        kernel, (block_m, block_n, warps), new = rms_norm_bwd_kernel, _whole_rows(n), x.new_empty
+        kernel, new = rms_norm_bwd_kernel, x.new_empty
+        block_m, block_n, warps = _whole_rows(n, 512 if n <= SHORT_ROW else 1024)
     else:
-        kernel, (block_m, block_n, warps), new = rms_norm_bwd_wide_kernel, WIDE_BACKWARD, x.new_zeros
-    programs = min(triton.cdiv(m, block_m), PROGRAMS_PER_PROCESSOR * processors(x.device))
+        kernel, new = rms_norm_bwd_wide_kernel, x.new_zeros
+        block_m, block_n, warps = WIDE_BACKWARD
+    programs = min(triton.cdiv(m, block_m), max(WARPS_PER_PROCESSOR // warps, 1) * processors(x.device))
     parts = new((programs, n), dtype=rstd.dtype) if wants_dweight else None
     sizes = {"M": m, "N": n, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
     constants = {"OFFSET": weight_offset, "CAST": cast}

@@ -10,6 +10,7 @@ from torch import nn
 
 import fusedops
 from fusedops.compiler import backend
+from tests.conftest import DEVICE
 from tests.rewriting import SITES, compiled, distance, step, tiny, tokens
 
 FP32 = 1e-5  # relative distance of gradients that differ in the order of float32 sums
@@ -60,7 +61,7 @@ def test_activation_checkpointing(name, reentrant) -> None:
 
 def test_autocast_around_the_call() -> None:
     bf16 = 0.02
-    report = trained_alike(tiny(), tolerance=bf16, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    report = trained_alike(tiny(), tolerance=bf16, around=lambda: torch.autocast(DEVICE.type, torch.bfloat16))
     assert report.counts() == SITES
 
 
@@ -68,7 +69,7 @@ def test_autocast_inside_the_graph() -> None:
     model = tiny()
 
     def call(**kwargs):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             return model(**kwargs)
 
     report = trained_alike(model, tolerance=0.02, call=call)
