@@ -35,8 +35,8 @@ def test_without_triton_no_kernel_is_registered_for_gpus():
     in_new_process(
         "import sys\n"
         "sys.modules['triton'] = None\n"
-        "import torch, fusedops\n"
-        "for name in fusedops.csrc_meta.registry.primitives():\n"
+        "import torch, fusedops, csrc_meta.registry\n"
+        "for name in csrc_meta.registry.primitives():\n"
         "    for key in ('CUDA', 'XPU'):\n"
         "        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f'fusedops::{name}', key)\n"
         "assert fusedops.functional.rms_norm(torch.ones(2, 4)).shape == (2, 4)"
@@ -46,10 +46,10 @@ def test_without_triton_no_kernel_is_registered_for_gpus():
 @imports
 def test_flop_formulas_reach_a_counter_imported_later():
     in_new_process(
-        "import fusedops, torch, sys\n"
+        "import csrc_meta.registry, fusedops, torch, sys\n"
         "assert 'torch.utils.flop_counter' not in sys.modules\n"
         "from torch.utils.flop_counter import flop_registry\n"
-        "for name in fusedops.csrc_meta.registry.primitives():\n"
+        "for name in csrc_meta.registry.primitives():\n"
         "    assert getattr(torch.ops.fusedops, name) in flop_registry, name"
     )
 
@@ -85,7 +85,7 @@ def test_reimport_is_harmless():
         "import sys, torch, fusedops\n"
         "for name in [m for m in sys.modules if m.split('.')[0] in ('fusedops', 'csrc_meta')]:\n"
         "    del sys.modules[name]\n"
-        "import fusedops\n"
+        "import csrc_meta.registry, fusedops\n"
         "assert fusedops.functional.rms_norm(torch.ones(2, 4)).shape == (2, 4)\n"
-        "assert fusedops.csrc_meta.registry.primitives()"
+        "assert csrc_meta.registry.primitives()"
     )
