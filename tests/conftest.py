@@ -6,9 +6,10 @@ references, and with TRITON_INTERPRET=1, which has to be set before Python start
 
 import os
 
-# Cached graphs would hide what the sources do now. Read by torch when it is imported.
-os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-os.environ.setdefault("TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE", "0")
+# Cached graphs would hide what the sources do now; compiled C++ is found by its own text and may stay. Read by torch
+# when it is imported.
+os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
 import warnings
 
