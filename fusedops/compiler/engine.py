@@ -1,8 +1,7 @@
 """Applies rules to a normalised graph: in order, guarded, one site at a time, with a reason for each one left."""
 
-import contextlib
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusedops.compiler.match import Match, Mismatch, match_at
-from fusedops.compiler.normalise import ENTER_AUTOCAST, EXIT_AUTOCAST, trace
+from fusedops.compiler.normalise import REGIONS, autocast_regions, open_autocast, trace
 from fusedops.compiler.report import Declined, Report, Site, module_path
 from fusedops.compiler.rule import Pattern, Rule
 
@@ -118,7 +117,7 @@ class _GraphRewriter:
             return match.rule.replacement(**dict(zip(names, values, strict=True)), **numbers)
 
         try:
-            with _autocast_at(root):
+            with autocast_regions([*self.gm.meta.get(REGIONS, ()), *open_autocast(root)]):
                 new = trace(call, [n.meta["val"] for n in tensors.values()])
         except Exception as error:  # whatever the operator refuses, the model may keep
             return f"{match.rule.op} refuses: {error}"
@@ -199,21 +198,3 @@ def _is_barrier(node: Node) -> bool:
     return node.op != "call_function" or not (
         target in _PURE or getattr(target, "__module__", "") in (operator.__name__, "_operator", "math")
     )
-
-
-@contextlib.contextmanager
-def _autocast_at(node: Node) -> Iterator[None]:
-    """The autocast regions that the graph itself has open at a node, on top of those around the compilation."""
-    open_regions: list[Node] = []
-    for before in node.graph.nodes:
-        if before is node:
-            break
-        if before.target is ENTER_AUTOCAST:
-            open_regions.append(before)
-        elif before.target is EXIT_AUTOCAST:
-            open_regions.remove(before.args[0])
-    with contextlib.ExitStack() as stack:
-        for region in open_regions:
-            device, dtype, enabled, cache = region.args
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        yield

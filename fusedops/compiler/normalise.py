@@ -6,7 +6,7 @@ Patterns of rules go through the same two steps, so that a model and a rule spel
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ _VMAP = {
 }
 ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default}
+# Key in a body's meta: the autocast regions around its call.
+REGIONS = "fusedops_autocast_regions"
 # What Dynamo knows of a graph input and AOTAutograd wants to know again.
 _PLACEHOLDER_META = ("grapharg", "example_value", "tensor_dict", "_dynamo_source")
 
@@ -80,6 +82,7 @@ def eliminate_dead_code(gm: GraphModule) -> None:
 
 
 def _normalised_bodies(gm: GraphModule) -> dict[GraphModule, GraphModule]:
+    """Bodies of higher-order operators, each traced in the autocast regions that its call stands in."""
     bodies: dict[GraphModule, GraphModule] = {}
     for node in gm.graph.nodes:
         if node.op != "get_attr":
@@ -88,8 +91,32 @@ def _normalised_bodies(gm: GraphModule) -> dict[GraphModule, GraphModule]:
         if isinstance(body, GraphModule) and body not in bodies:
             inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
             if all(example_value(n) is not None for n in inputs):
-                bodies[body] = normalise(body)
+                regions = [*gm.meta.get(REGIONS, ()), *open_autocast(min(node.users))]
+                body.meta[REGIONS] = regions
+                with autocast_regions(regions):
+                    bodies[body] = normalise(body)
     return bodies
+
+
+def open_autocast(node: Node) -> list[tuple[Any, ...]]:
+    """Arguments of the autocast regions of its own graph that are open at a node, outermost first."""
+    regions: list[Node] = []
+    for before in node.graph.nodes:
+        if before is node:
+            break
+        if before.target is ENTER_AUTOCAST:
+            regions.append(before)
+        elif before.target is EXIT_AUTOCAST:
+            regions.remove(before.args[0])
+    return [r.args for r in regions]
+
+
+@contextlib.contextmanager
+def autocast_regions(regions: Sequence[tuple[Any, ...]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device, dtype, enabled, cache in regions:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
 
 
 def _fetch(module: torch.nn.Module, target: str) -> Any:

@@ -61,7 +61,8 @@ class Rule:
     def patterns(self) -> "list[Pattern]":
         """The distinct graphs that the pattern traces to; made when first asked for."""
         unique: dict[str, Pattern] = {}
-        with FakeTensorMode():
+        # Whatever is switched on around the first compilation must not become part of the pattern.
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.inference_mode(False), FakeTensorMode():
             for example in self.examples():
                 pattern = Pattern.of(self, example)
                 unique.setdefault(pattern.key(), pattern)

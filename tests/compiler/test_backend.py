@@ -76,6 +76,42 @@ def test_autocast_inside_the_graph() -> None:
     assert report.counts() == SITES
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_autocast_inside_the_graph_around_checkpointed_layers(name) -> None:
+    """The bodies of checkpoints are traced apart: in the regions that they are called in."""
+    model = tiny(name).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def call(**kwargs):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return model(**kwargs)
+
+    report = trained_alike(model, tolerance=0.02, call=call)
+    assert report.counts() == SITES
+    linears = [
+        n.meta["val"].dtype
+        for gm in report.graph_modules
+        for body in gm.modules()
+        for n in getattr(body, "graph", torch.fx.Graph()).nodes
+        if "linear.default" in str(n.target)
+    ]
+    assert len(linears) == 14 and set(linears) == {torch.bfloat16}
+
+
+def test_patterns_know_nothing_of_the_first_compilation() -> None:
+    """In a fresh process, where the first compilation is under autocast and inference mode, and a later one is not."""
+    script = """
+import torch, fusedops
+from tests.rewriting import SITES, rewritten, tiny, tokens
+model, ids = tiny(), tokens()
+with torch.autocast(ids.device.type, torch.bfloat16), torch.no_grad():
+    assert rewritten(model, ids, labels=ids).counts() == SITES
+assert rewritten(model, ids, labels=ids).counts() == SITES
+assert rewritten(model.to(torch.bfloat16), ids, labels=ids).counts() == SITES
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_dynamic_shapes_compile_once() -> None:
     model, report = tiny(), fusedops.Report()
     rewritten = compiled(model, report, dynamic=True)
