@@ -191,10 +191,10 @@ def _is_barrier(node: Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
     if isinstance(target, torch._ops.HigherOrderOperator):
-        bodies = [
-            getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"
-        ]
-        return any(_is_barrier(n) for b in bodies if isinstance(b, GraphModule) for n in b.graph.nodes)
+        attributes = [getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes]
+        bodies = [b for b in attributes if isinstance(b, GraphModule)]
+        # Without a body (a Triton kernel of the user's) there is nothing to see what it writes to.
+        return not bodies or any(_is_barrier(n) for b in bodies for n in b.graph.nodes)
     return node.op != "call_function" or not (
         target in _PURE or getattr(target, "__module__", "") in (operator.__name__, "_operator", "math")
     )

@@ -91,7 +91,7 @@ def _normalised_bodies(gm: GraphModule) -> dict[GraphModule, GraphModule]:
         if isinstance(body, GraphModule) and body not in bodies:
             inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
             if all(example_value(n) is not None for n in inputs):
-                regions = [*gm.meta.get(REGIONS, ()), *open_autocast(min(node.users))]
+                regions = [*gm.meta.get(REGIONS, ()), *open_autocast(min(node.users, default=node))]
                 body.meta[REGIONS] = regions
                 with autocast_regions(regions):
                     bodies[body] = normalise(body)

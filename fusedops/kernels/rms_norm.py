@@ -258,7 +258,9 @@ def rms_norm_bwd(
     m, n = x.shape
     if n * x.element_size() <= BACKWARD_BYTES:
         kernel, new = rms_norm_bwd_kernel, x.new_empty
-        block_m, block_n, warps = _whole_rows(n, 512 if n <= SHORT_ROW or x.element_size() > 2 else 1024)
+        # Wide elements, and dweight alone (on sm_100), spill where a warp holds more.
+        spills = x.element_size() > 2 or not wants_dx
+        block_m, block_n, warps = _whole_rows(n, 512 if n <= SHORT_ROW or spills else 1024)
     else:
         kernel, new = rms_norm_bwd_wide_kernel, x.new_zeros
         block_m, block_n, warps = WIDE_BACKWARD
