@@ -95,10 +95,10 @@ def _number(value: float | None, digits: int = 0) -> str:
 
 
 def summary(record: dict[str, Any]) -> list[str]:
-    """Peak memory and step time of fusedops beside those of the plain run (torch.compile, where it ran)."""
+    """Sites in numbers; peak memory and step time of fusedops beside the plain run's (torch.compile's, where it ran)."""
     *plain, ours = record["runs"]
     other = plain[-1]
-    lines = []
+    lines = [f"{len(ours['sites'])} sites were replaced and {len(ours['declined'])} declined."]
     for key, what in (("peak_mib", "peak memory"), ("step_ms", "time of a step")):
         a, b = (r[key]["median"] if isinstance(r[key], dict) else r[key] for r in (other, ours))
         if a and b:
