@@ -71,10 +71,17 @@ def test_too_few_steps_are_refused(capsys):
 
 def test_summary_compares_with_the_last_plain_run():
     def run(name, peak, step):
-        return {"name": name, "peak_mib": peak, "step_ms": step and {"median": step}}
+        return {
+            "name": name,
+            "peak_mib": peak,
+            "step_ms": step and {"median": step},
+            "sites": ["a", "b"],
+            "declined": [],
+        }
 
     runs = [run("eager", 40.0, 9.0), run("torch.compile", 20.0, 4.0), run("fusedops", 10.0, 5.0)]
-    memory, time = demo_tables.summary({"runs": runs})
+    sites, memory, time = demo_tables.summary({"runs": runs})
+    assert sites == "2 sites were replaced and 0 declined."
     assert memory == "fusedops takes 0.50 times the peak memory of torch.compile."
     assert time == "fusedops takes 1.25 times the time of a step of torch.compile."
-    assert demo_tables.summary({"runs": [run("eager", None, 9.0), run("fusedops", None, None)]}) == []
+    assert demo_tables.summary({"runs": [run("eager", None, 9.0), run("fusedops", None, None)]}) == [sites]
