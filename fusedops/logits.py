@@ -65,9 +65,9 @@ class _Projection:
         self.operands = [t if t is None else t.detach() for t in (hidden, weight, bias)]
         self.dtype = dtype
         self.versions = [_version(t) for t in self.operands]
-        # Optimizers that write to p.data leave the version as it is, so the weight's bits are summed as well: one
+        # Optimizers that write to p.data leave the version as it is, so the parameters' bits are summed as well: one
         # read of the weight, without a host synchronisation.
-        self.fingerprint = _fingerprint(weight)
+        self.fingerprints = self.fingerprint_parameters()
         self.values: Tensor | None = None
 
     @property
@@ -88,8 +88,14 @@ class _Projection:
         for name, tensor, version in zip(("hidden", "weight", "bias"), self.operands, self.versions, strict=True):
             if _version(tensor) != version:
                 _raise_stale(name)
-        if not bool(torch.equal(_fingerprint(self.operands[1]), self.fingerprint)):
-            _raise_stale("weight")
+        for name, before, now in zip(
+            ("weight", "bias"), self.fingerprints, self.fingerprint_parameters(), strict=False
+        ):
+            if not torch.equal(before, now):
+                _raise_stale(name)
+
+    def fingerprint_parameters(self) -> list[Tensor]:
+        return [_fingerprint(t) for t in self.operands[1:] if t is not None]
 
 
 def _version(t: Tensor | None) -> int | None:

@@ -190,6 +190,14 @@ def test_never_the_logits_of_changed_weights(change) -> None:
         out.logits.sum()
 
 
+def test_never_the_logits_of_a_changed_bias() -> None:
+    hidden, weight, bias = operands()
+    logits = logits_on_demand(hidden, weight, bias, torch.float32)
+    bias.data[3] += 1
+    with pytest.raises(fusedops.StaleLogitsError, match="bias"):
+        logits.sum()
+
+
 def test_replaced_weights_leave_old_logits() -> None:
     torch._dynamo.reset()
     model, ids = tiny(), tokens()

@@ -51,7 +51,8 @@ class _GraphRewriter:
         self.attempts: dict[Node, Mismatch] = {}
 
     def run(self) -> int:
-        sites = []
+        places = {node: i for i, node in enumerate(self.gm.graph.nodes)}
+        sites: list[tuple[int, Site]] = []
         # What covers more goes first: a loss with its projection before a loss on logits, a norm with its casts before
         # one without.
         patterns = sorted((p for rule in self.policy.rules for p in rule.patterns), key=lambda p: -p.size)
@@ -60,8 +61,8 @@ class _GraphRewriter:
                 if node.op == "call_function" and node.target is pattern.outputs[0].target:
                     site = self.try_pattern(pattern, node)
                     if site is not None:
-                        sites.append(site)
-        self.report.sites += sites
+                        sites.append((places[node], site))
+        self.report.sites += [site for _, site in sorted(sites, key=operator.itemgetter(0))]
         self.report_leftovers()
         if sites:
             self.gm.graph.lint()
