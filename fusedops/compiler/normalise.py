@@ -27,6 +27,10 @@ _VMAP = {
 }
 ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default}
+# Switches of modes that make_fx records by itself.
+_RECORDED = {ENTER_AUTOCAST, EXIT_AUTOCAST, torch._C._set_grad_enabled}
+# Key in the meta of a node that was copied as it stands.
+_VERBATIM = "fusedops_verbatim"
 # Key in a body's meta: the autocast regions around its call.
 REGIONS = "fusedops_autocast_regions"
 # What Dynamo knows of a graph input and AOTAutograd wants to know again.
@@ -74,7 +78,7 @@ def fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
 
 
 def is_impure(node: Node) -> bool:
-    return node.is_impure() or node.target in _VMAP
+    return node.is_impure() or (node.meta.get(_VERBATIM, False) and not isinstance(example_value(node), torch.Tensor))
 
 
 def eliminate_dead_code(gm: GraphModule) -> None:
@@ -152,6 +156,8 @@ class _Retrace(Interpreter):
             return self._copy(n)
         elif isinstance(n.target, torch._ops.HigherOrderOperator) and "example_value" in n.meta:
             return self._copy(n)
+        elif _is_switch(n):
+            return self._copy(n, tracked=False)
         return super().run_node(n)
 
     def _vmap(self, n: Node) -> Any:
@@ -176,6 +182,7 @@ class _Retrace(Interpreter):
 
         args, kwargs = tree_map(unwrap, self.fetch_args_kwargs_from_env(n))
         proxy = tracer.create_proxy(n.op, n.target, args, kwargs)
+        proxy.node.meta[_VERBATIM] = True
         value = n.meta.get("example_value")
         tracked = self.vmap_depth == 0 if tracked is None else tracked
         if tracked and isinstance(value, torch.Tensor | tuple | list):
@@ -189,6 +196,20 @@ class _Retrace(Interpreter):
         name = tracer.get_fresh_qualname("body")
         tracer.root.register_module(name, body)
         return tracer.create_proxy("get_attr", name, (), {})
+
+
+def _is_switch(n: Node) -> bool:
+    """Whether a call changes a mode (inference mode, the choice of attention kernels, determinism) and not a tensor.
+
+    make_fx would throw the switch now and forget it. The graph has to throw it when AOTAutograd traces it.
+    """
+    if n.op != "call_function" or n.target in _RECORDED or example_value(n) is not None:
+        return False
+    if isinstance(n.target, torch._ops.OpOverload):
+        return False
+    if getattr(n.target, "__module__", None) == "torch._C._functorch":
+        raise NotImplementedError(f"{n.target.__name__}: transforms of torch.func inside a graph are left as they are")
+    return not any(isinstance(example_value(a), torch.Tensor) for a in n.all_input_nodes)
 
 
 def _set_autocast(device: str, enabled: bool, dtype: torch.dtype | None) -> None:

@@ -88,3 +88,47 @@ def test_trains_alike(cls, dtype) -> None:
             assert distance < (1e-5 if dtype == torch.float32 else 0.03)
     assert not report.failures
     assert report.counts()["rms_norm"] >= 1
+
+
+class InferenceMode(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = self.norm(x).mean()
+        return super().forward(x) * scale.clone()
+
+
+class ChosenAttention(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.norm(x)[:, None]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("cls", [InferenceMode, ChosenAttention])
+def test_switches_stay_in_the_graph(cls) -> None:
+    """A mode that a part of the model runs in is still switched when AOTAutograd traces the rewritten graph."""
+    torch._dynamo.reset()
+    model, x, report = cls(), torch.randn(X), fusedops.Report()
+    before = torch.is_inference_mode_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    out, expected = compiled(model, report)(x), torch.compile(model, backend="aot_eager")(x)
+    torch.testing.assert_close(out, expected)
+    assert out.requires_grad == expected.requires_grad
+    assert (torch.is_inference_mode_enabled(), torch.backends.cuda.flash_sdp_enabled()) == before
+    assert report.counts()["rms_norm"] >= 1 and not report.failures
+    switches = [
+        n
+        for n in report.graph_modules[0].graph.nodes
+        if "inference_mode" in str(n.target) or "_sdpa_kernel" in str(n.target)
+    ]
+    assert len(switches) == 2
+
+
+def test_transforms_inside_a_graph_are_left_as_they_are() -> None:
+    torch._dynamo.reset()
+
+    def function(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: (t**3).sum())(x)
+
+    report, x = fusedops.Report(), torch.randn(4)
+    with pytest.warns(fusedops.FusedopsWarning, match="torch.func"):
+        torch.testing.assert_close(compiled(function, report)(x), 3 * x**2)
