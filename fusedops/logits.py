@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from csrc_meta.errors import StaleLogitsError, message
+from csrc_meta.errors import StaleLogitsError, UnsupportedInputError, message
 
 
 def logits_on_demand(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -62,57 +62,60 @@ class _Projection:
     """What the logits are computed from, and the values once they are."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.operands = [t if t is None else t.detach() for t in (hidden, weight, bias)]
+        self.operands = {"hidden": hidden.detach(), "weight": weight.detach()}
+        if bias is not None:
+            self.operands["bias"] = bias.detach()
+        self.shape = (*hidden.shape[:-1], weight.shape[0])
         self.dtype = dtype
-        self.versions = [_version(t) for t in self.operands]
-        # Optimizers that write to p.data leave the version as it is, so the parameters' bits are summed as well: one
+        self.versions = {name: _version(t) for name, t in self.operands.items()}
+        # Optimizers that write to p.data leave the version as it is, so the operands' bits are summed as well: one
         # read of the weight, without a host synchronisation.
-        self.fingerprints = self.fingerprint_parameters()
+        self.fingerprints = {name: _fingerprint(t) for name, t in self.operands.items()}
         self.values: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        hidden, weight, _ = self.operands
-        return (*hidden.shape[:-1], weight.shape[0])
 
     def read(self) -> Tensor:
         if self.values is None:
-            self.refuse_changed_operands()
-            hidden, weight, bias = (t if t is None else t.to(self.dtype) for t in self.operands)
-            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-                self.values = torch.nn.functional.linear(hidden, weight, bias)
-            self.operands = []
+            # Whoever reads first may do so in inference mode; others may differentiate what comes of the values.
+            with torch.inference_mode(False), torch.no_grad():
+                self.refuse_changed_operands()
+                operands = [t.to(self.dtype) for t in self.operands.values()]
+                with torch.autocast(operands[0].device.type, enabled=False):
+                    self.values = torch.nn.functional.linear(*operands)
+            self.operands = {}
         return self.values
 
     def refuse_changed_operands(self) -> None:
-        for name, tensor, version in zip(("hidden", "weight", "bias"), self.operands, self.versions, strict=True):
-            if _version(tensor) != version:
+        for name, tensor in self.operands.items():
+            # FSDP frees the storage of a gathered weight without another sign of it.
+            freed = tensor.untyped_storage().nbytes() < _needed_bytes(tensor)
+            if freed or _version(tensor) != self.versions[name]:
                 _raise_stale(name)
-        for name, before, now in zip(
-            ("weight", "bias"), self.fingerprints, self.fingerprint_parameters(), strict=False
-        ):
-            if not torch.equal(before, now):
+        for name, tensor in self.operands.items():
+            if not torch.equal(_fingerprint(tensor), self.fingerprints[name]):
                 _raise_stale(name)
 
-    def fingerprint_parameters(self) -> list[Tensor]:
-        return [_fingerprint(t) for t in self.operands[1:] if t is not None]
+
+def _version(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version
 
 
-def _version(t: Tensor | None) -> int | None:
-    return None if t is None or t.is_inference() else t._version
+def _needed_bytes(t: Tensor) -> int:
+    if t.numel() == 0:
+        return 0
+    last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.element_size()
 
 
 def _fingerprint(t: Tensor) -> Tensor:
-    """The sum of a tensor's bits as integers, modulo 2^64."""
-    bits = t.detach()
-    if (
-        bits.is_contiguous()
-        and bits.numel() * bits.element_size() % 8 == 0
-        and bits.storage_offset() * bits.element_size() % 8 == 0
-    ):
-        return bits.view(-1).view(torch.int64).sum()
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return bits.view(integers[bits.element_size()]).sum(dtype=torch.int64)
+    """The sum of a tensor's bits as integers, modulo 2^64, each row weighted by an odd number of its own."""
+    bits = t.detach().reshape(-1, t.shape[-1])
+    wide = 8 // bits.element_size()
+    if bits.stride(1) == 1 and all(n % wide == 0 for n in (bits.shape[1], bits.stride(0), bits.storage_offset())):
+        bits = bits.view(torch.int64)  # as it lies in memory: nothing to convert
+    else:
+        bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
+    rows = bits.sum(1, dtype=torch.int64)
+    return (rows * torch.arange(1, 2 * len(rows), 2, device=rows.device)).sum()
 
 
 def _raise_stale(name: str) -> None:
@@ -120,10 +123,26 @@ def _raise_stale(name: str) -> None:
         message(
             "logits",
             name,
-            "a tensor that was written to after the model ran",
+            "a tensor that was written to or freed after the model ran",
             "it unchanged until the logits are first read",
             "Read the logits before optimizer.step() (logits.detach().clone() keeps them), or compile with"
             " options={'disable': ['linear_cross_entropy']}.",
+        )
+    )
+
+
+# Beside those that torch tags, operations that give a tensor another shape or storage in place.
+_RESHAPING = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
+
+
+def _refuse_reshaping(name: str) -> None:
+    raise UnsupportedInputError(
+        message(
+            "logits",
+            name,
+            "an operation that changes a tensor's shape in place",
+            "one that returns a tensor",
+            "Copy them first: logits.clone().",
         )
     )
 
@@ -138,10 +157,8 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, projection: _Projection) -> "DeferredLogits":
-        hidden = projection.operands[0]
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, projection.shape, dtype=projection.dtype, device=hidden.device
-        )
+        device = projection.operands["hidden"].device
+        tensor = torch.Tensor._make_wrapper_subclass(cls, projection.shape, dtype=projection.dtype, device=device)
         tensor._projection = projection
         return tensor
 
@@ -152,6 +169,8 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return _share(args[0])
+        if torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
+            _refuse_reshaping(func._schema.name)
         args_, kwargs_ = tree_map_only(DeferredLogits, lambda t: t._projection.read(), (args, kwargs or {}))
         result = func(*args_, **kwargs_)
         if func._schema.is_mutable:
@@ -172,6 +191,14 @@ class DeferredLogits(torch.Tensor):
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # refuses, as for any tensor with a history
         return copy.deepcopy(self._plain(), memo)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _refuse_reshaping("data")
 
     # Whoever asks for memory (foreign Triton kernels, NumPy, DLPack) gets the values' memory.
     def data_ptr(self) -> int:

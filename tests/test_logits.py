@@ -186,7 +186,7 @@ def test_never_the_logits_of_changed_weights(change) -> None:
     assert isinstance(out.logits, DeferredLogits)
     out.loss.backward()
     change(model)
-    with pytest.raises(fusedops.StaleLogitsError, match="weight: got a tensor that was written to"):
+    with pytest.raises(fusedops.StaleLogitsError, match="weight: got a tensor that was written to or freed"):
         out.logits.sum()
 
 
@@ -238,6 +238,107 @@ def test_logits_without_the_loss() -> None:
     _, expected = step(model, model, ids, lambda out: out.logits.pow(2).mean())
     _, gradients = step(model, compiled(model), ids, lambda out: out.logits.pow(2).mean())
     assert distance(expected, gradients) < 1e-5
+
+
+def head_and_inputs():
+    """A projection with its loss, in both spellings' smallest form, and what it is called with."""
+    weight, labels = torch.randn(16, 8).requires_grad_(), torch.randint(0, 16, (2, 3))
+
+    def loss_and_logits(hidden):
+        logits = F.linear(hidden, weight)
+        return F.cross_entropy(logits.float().view(-1, 16), labels.view(-1)), logits
+
+    return loss_and_logits, torch.randn(2, 3, 8), weight
+
+
+def test_a_graph_that_writes_to_hidden_later_keeps_its_logits() -> None:
+    """Logits on demand would be computed from what the graph left behind."""
+    torch._dynamo.reset()
+    head, hidden, _ = head_and_inputs()
+
+    def call(hidden):
+        loss, logits = head(hidden)
+        hidden.add_(1)
+        return loss, logits
+
+    report = fusedops.Report()
+    with torch.no_grad():
+        _, expected = call(hidden.clone())
+        _, logits = compiled(call, report)(hidden.clone())
+    torch.testing.assert_close(logits, expected)
+    assert report.counts() == {"cross_entropy": 1}
+
+
+def test_grad_mode_is_the_graphs_own() -> None:
+    torch._dynamo.reset()
+    head, hidden, weight = head_and_inputs()
+    call = torch.enable_grad()(head)
+    gradients = []
+    for function in (call, compiled(call)):
+        with torch.no_grad():
+            loss, logits = function(hidden)
+        assert logits.requires_grad
+        gradients.append(torch.autograd.grad(loss + logits.pow(2).mean(), weight)[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_read_in_inference_mode_and_differentiated_later() -> None:
+    torch._dynamo.reset()
+    head, hidden, weight = head_and_inputs()
+    gradients = []
+    for function in (head, compiled(head)):
+        _, logits = function(hidden)
+        with torch.inference_mode():
+            logits.argmax(-1)
+        gradients.append(torch.autograd.grad(logits[:, :-1].log_softmax(-1).pow(2).sum(), weight)[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_two_projections_of_the_same_operands_stay_two() -> None:
+    torch._dynamo.reset()
+    head, hidden, _ = head_and_inputs()
+
+    def call(hidden):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = head(hidden)
+        return first, head(hidden)
+
+    (_, half), (_, single) = compiled(call)(hidden)
+    assert (half.dtype, single.dtype) == (torch.bfloat16, torch.float32)
+    with torch.no_grad():
+        half.zero_()
+        torch.testing.assert_close(single.clone(), head(hidden)[1])
+
+
+@pytest.mark.parametrize("change", ["hidden", "rows of weight swapped", "weight freed"])
+def test_never_the_logits_of_changed_operands(change) -> None:
+    torch._dynamo.reset()
+    head, hidden, weight = head_and_inputs()
+    _, logits = compiled(head)(hidden)
+    if change == "hidden":
+        hidden.data.zero_()
+    elif change == "weight freed":  # as FSDP does
+        weight.untyped_storage().resize_(0)
+    else:
+        weight.data.copy_(weight.data.flip(0).clone())
+    with pytest.raises(fusedops.StaleLogitsError):
+        logits.sum()
+
+
+def set_data(z):
+    z.data = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "reshape", [lambda z: z.unsqueeze_(0), lambda z: z.transpose_(0, 1), lambda z: z.resize_(2), set_data]
+)
+def test_rejects_reshaping_in_place(reshape) -> None:
+    hidden, weight, _ = operands()
+    with torch.no_grad():
+        logits = logits_on_demand(hidden, weight, None, torch.float32)
+        with pytest.raises(fusedops.UnsupportedInputError, match="in place"):
+            reshape(logits)
+    torch.testing.assert_close(logits.clone(), F.linear(hidden, weight))
 
 
 def test_no_gradient_where_the_graph_switches_it_off() -> None:

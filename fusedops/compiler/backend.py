@@ -68,6 +68,11 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Rewrite a graph and compile it; if anything of ours fails, warn and compile the graph as it was captured."""
     report = Report(graphs=1)
+    if any(isinstance(p, torch.nn.Parameter) for p in gm.parameters()):
+        # The graph of an optimizer, say. Those of models have parameters as inputs.
+        report.graph_modules.append(gm)
+        publish(report, settings.report)
+        return compiler(gm, example_inputs)
     try:
         rewritten = normalise(gm)
         replaced = rewrite(rewritten, Policy(all_rules(), settings.disabled), report)

@@ -24,9 +24,9 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Deferred:
-    """One output to be made on demand: its place, its operands, dtype, and whether autograd records it."""
+    """Logits to be made on demand: their places, operands, dtype, and whether autograd records them."""
 
-    place: int
+    places: tuple[int, ...]
     operands: tuple[_Operand | None, ...]
     dtype: torch.dtype
     records: bool
@@ -44,24 +44,27 @@ def defer_logits(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[...
     if not logits:
         return lambda compiled: compiled
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    n_outputs = len(outputs)
-    places = {node: [i for i, o in enumerate(outputs) if o is node] for node in logits}
+    kept = [i for i, o in enumerate(outputs) if o not in logits]
+    returned = [outputs[i] for i in kept]
 
     def operand(node: Node | None) -> _Operand | None:
         if node is None:
             return None
         if node in inputs:
             return _Operand(inputs.index(node), True)
-        outputs.append(node)
-        return _Operand(len(outputs) - 1, False)
+        returned.append(node)
+        return _Operand(len(returned) - 1, False)
 
-    deferred = []
-    for node in logits:
-        operands = tuple(operand(a) for a in (*node.args, None)[:3])
-        for place in places[node]:
-            deferred.append(_Deferred(place, operands, node.meta["val"].dtype, _records(node)))
-            outputs[place] = None
-    output.args = (type(output.args[0])(outputs),)
+    deferred = [
+        _Deferred(
+            tuple(i for i, o in enumerate(outputs) if o is node),
+            tuple(operand(a) for a in (*node.args, None)[:3]),
+            node.meta["val"].dtype,
+            _records(node),
+        )
+        for node in logits
+    ]
+    output.args = (type(output.args[0])(returned),)
     for node in logits:
         gm.graph.erase_node(node)
     gm.graph.lint()
@@ -69,15 +72,17 @@ def defer_logits(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[...
 
     def decorate(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> list[Any]:
-            results = list(compiled(*args))
-            made: dict[tuple[_Operand | None, ...], Any] = {}
+            returned = compiled(*args)
+            results: list[Any] = [None] * len(outputs)
+            for place, value in zip(kept, returned, strict=False):
+                results[place] = value
             for d in deferred:
-                if d.operands not in made:
-                    tensors = [o and o.fetch(args, results) for o in d.operands]
-                    with torch.set_grad_enabled(torch.is_grad_enabled() and d.records):
-                        made[d.operands] = logits_on_demand(*tensors, d.dtype)
-                results[d.place] = made[d.operands]
-            return results[:n_outputs]
+                tensors = [o and o.fetch(args, returned) for o in d.operands]
+                with torch.set_grad_enabled(d.records):
+                    made = logits_on_demand(*tensors, d.dtype)
+                for place in d.places:
+                    results[place] = made
+            return results
 
         return run
 
@@ -85,7 +90,7 @@ def defer_logits(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def _records(node: Node) -> bool:
-    """Whether grad mode is on at a node, by the switches that the graph itself contains."""
+    """Whether grad mode is on at a node: as around the compilation, which Dynamo guards, but for the graph's switches."""
     enabled = torch.is_grad_enabled()
     for before in node.graph.nodes:
         if before is node:

@@ -1,7 +1,7 @@
 """Applies rules to a normalised graph: in order, guarded, one site at a time, with a reason for each one left."""
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,10 @@ class _GraphRewriter:
                 return f"its {logits.target} is also read by {reader.target}"
             if outside and not self.policy.defers_outputs:
                 return "its logits are returned, which only backend='fusedops' can compute on demand"
+            if outside and any(_writes(n) for n in _after(logits)):
+                return (
+                    "its logits are returned, and something after them writes to tensors that they may be computed from"
+                )
         return rule.guard(match)
 
     def replace(self, match: Match) -> str | None:
@@ -188,14 +192,30 @@ def _epochs(graph: Graph) -> dict[Node, int]:
 def _is_barrier(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return False
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    return _writes(node) or not _is_pure(node)
+
+
+def _writes(node: Node) -> bool:
+    """Whether a call may write to a tensor. A call that only switches a mode does not."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
         attributes = [getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes]
         bodies = [b for b in attributes if isinstance(b, GraphModule)]
         # Without a body (a Triton kernel of the user's) there is nothing to see what it writes to.
-        return not bodies or any(_is_barrier(n) for b in bodies for n in b.graph.nodes)
-    return node.op != "call_function" or not (
-        target in _PURE or getattr(target, "__module__", "") in (operator.__name__, "_operator", "math")
-    )
+        return not bodies or any(_writes(n) for b in bodies for n in b.graph.nodes)
+    return node.op in ("call_method", "call_module")
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether a call computes something and leaves grad mode, autocast and the like alone."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator) or target in _PURE:
+        return True
+    return getattr(target, "__module__", "") in (operator.__name__, "_operator", "math")
+
+
+def _after(node: Node) -> Iterator[Node]:
+    while node.op != "output":
+        node = node.next
+        yield node

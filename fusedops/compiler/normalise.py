@@ -45,8 +45,11 @@ def normalise(gm: GraphModule) -> GraphModule:
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = [example_value(n) for n in placeholders]
-    bodies = _normalised_bodies(gm)
-    out = trace(_Retrace(gm, bodies).run, values)
+    retrace = _Retrace(gm, _normalised_bodies(gm))
+    try:
+        out = trace(retrace.run, values)
+    finally:
+        retrace.leave_autocast()
     for old, new in zip(placeholders, (n for n in out.graph.nodes if n.op == "placeholder"), strict=True):
         new.meta.update({k: old.meta[k] for k in _PLACEHOLDER_META if k in old.meta})
         if hasattr(old, "_dynamo_source"):
@@ -60,9 +63,13 @@ def normalise(gm: GraphModule) -> GraphModule:
 
 def trace(function: Callable[..., Any], values: Sequence[Any]) -> GraphModule:
     """The canonical pre-dispatch graph of a Python function on fake inputs."""
-    mode = fake_mode(values)
-    with mode or contextlib.nullcontext(), torch.fx.traceback.preserve_node_meta():
-        gm = make_fx(function, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+    mode, grad_mode = fake_mode(values), torch.is_grad_enabled()
+    try:
+        with mode or contextlib.nullcontext(), torch.fx.traceback.preserve_node_meta():
+            gm = make_fx(function, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+    finally:
+        # A graph may leave grad mode switched; that is for the compiled graph to do, not for its tracing.
+        torch._C._set_grad_enabled(grad_mode)
     _canonicalise(gm)
     return gm
 
@@ -160,6 +167,12 @@ class _Retrace(Interpreter):
             return self._copy(n, tracked=False)
         return super().run_node(n)
 
+    def leave_autocast(self) -> None:
+        """Undo the autocast switches of a graph that does not undo them itself."""
+        for outer in reversed(self.outer_autocast.values()):
+            _set_autocast(*outer)
+        self.outer_autocast.clear()
+
     def _vmap(self, n: Node) -> Any:
         if n.target is predispatch._vmap_increment_nesting:
             self.vmap_depth += 1
@@ -255,7 +268,7 @@ def _forces_copy(node: Node) -> bool:
 def _emit_constant(gm: GraphModule, node: Node) -> None:
     """AOTAutograd refuses attributes that Dynamo did not name: spell a small constant as the call that makes it."""
     value = getattr(gm, node.target)
-    if isinstance(value, FakeTensor) or value.numel() > 1024 or value.device.type != "cpu":
+    if isinstance(value, FakeTensor) or value.numel() > 65536 or value.device.type != "cpu":
         return
     with gm.graph.inserting_before(node):
         call = gm.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device})

@@ -41,6 +41,8 @@ def _scales_columns(match: Match) -> str | None:
     x, weight = match.value("x"), match.value("weight")
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         return f"the weight {tuple(weight.shape)} does not have one element for each column of x {tuple(x.shape)}"
+    if not (x.is_floating_point() and weight.is_floating_point()):
+        return f"x is {x.dtype} and the weight {weight.dtype}: not both floating point"
     return None
 
 

@@ -179,6 +179,50 @@ def test_disable() -> None:
     assert report.counts() == {"cross_entropy": 1, "rms_norm": 5}
 
 
+def test_grad_mode_left_switched_by_the_graph() -> None:
+    def call(x):
+        a = x * 2
+        torch.set_grad_enabled(False)
+        return a, a * 3
+
+    report = fusedops.Report()
+    try:
+        a, b = compiled(call, report)(torch.ones(3, requires_grad=True))
+        assert (a.requires_grad, b.requires_grad, torch.is_grad_enabled()) == (True, False, False)
+    finally:
+        torch.set_grad_enabled(True)
+    assert not report.failures
+
+
+def test_whole_training_step_with_its_optimizer() -> None:
+    """After the graph break at backward the optimizer's step is a graph of its own, with parameters as attributes."""
+    losses, reports = [], fusedops.Report()
+    ids = tokens()
+    for wrap in (lambda f: f, lambda f: compiled(f, reports)):
+        model = tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train(ids, model=model, optimizer=optimizer):
+            out = model(input_ids=ids, labels=ids)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return out.loss.detach()
+
+        step_once = wrap(train)
+        losses.append([step_once(ids).item() for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert reports.counts() == SITES and not reports.failures
+
+
+def test_int32_labels_are_refused_as_eager_refuses_them() -> None:
+    def loss(x, y):
+        return torch.nn.functional.cross_entropy(x, y)
+
+    with pytest.raises(RuntimeError):
+        compiled(loss)(torch.randn(3, 5), torch.zeros(3, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("options", [{"disable": ["rms_nrom"]}, {"disable": "rms_norm"}, {"report": []}])
 def test_rejects_options(options) -> None:
     with pytest.raises(fusedops.OptionError, match="wants"):
