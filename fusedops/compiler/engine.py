@@ -41,7 +41,15 @@ def rewrite(gm: GraphModule, policy: Policy, report: Report) -> int:
             # Only the outermost graph's outputs reach the user.
             allowed = policy if module is gm else Policy(policy.rules, policy.disabled, defers_outputs=False)
             replaced += _GraphRewriter(module, allowed, report).run()
+            if module is not gm:
+                _forget_output_values(module.graph)
     return replaced
+
+
+def _forget_output_values(graph: Graph) -> None:
+    """AOTAutograd reads from a body's outputs which of them require grad, and fakes traced before autograd don't say."""
+    for node in graph.output_node().all_input_nodes:
+        node.meta.pop("val", None)
 
 
 class _GraphRewriter:
