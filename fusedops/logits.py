@@ -102,7 +102,7 @@ def _version(t: Tensor) -> int | None:
 def _needed_bytes(t: Tensor) -> int:
     if t.numel() == 0:
         return 0
-    last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    last = int(t.storage_offset()) + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return (last + 1) * t.element_size()
 
 
