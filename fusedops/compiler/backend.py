@@ -129,5 +129,13 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         return gm.forward
 
     with torch.random.fork_rng():
-        torch.compile(model, backend=capture)(*args, **kwargs)
+        torch.compile(_uncompiled(model), backend=capture)(*args, **kwargs)
     return report
+
+
+def _uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.compile(model)`` or ``model.compile()`` was given: its own compilation would hide the call."""
+    model = getattr(model, "_orig_mod", getattr(model, "_torchdynamo_orig_callable", model))
+    if isinstance(model, torch.nn.Module) and model._compiled_call_impl is not None:
+        return model._call_impl
+    return model

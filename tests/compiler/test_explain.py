@@ -1,5 +1,6 @@
 """explain and the report it returns."""
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
@@ -57,6 +58,21 @@ def test_explain_is_structured() -> None:
         "model.norm",
     ]
     assert sum("fusedops" in str(n.target) for n in report.graph_modules[0].graph.nodes) == 6
+
+
+@pytest.mark.parametrize("how", ["module.compile", "torch.compile", "function"])
+def test_explain_looks_into_what_is_compiled_already(how) -> None:
+    torch._dynamo.reset()
+    model, ids = tiny(), tokens()
+    if how == "module.compile":
+        model.compile(backend="eager")
+        compiled = model
+    else:
+        compiled = torch.compile(model if how == "torch.compile" else model.forward, backend="eager")
+    compiled(input_ids=ids, labels=ids)
+    report = fusedops.explain(compiled, input_ids=ids, labels=ids)
+    assert report.counts() == SITES
+    assert report.sites[0].module == "model.layers.0.input_layernorm"
 
 
 def test_explain_changes_nothing() -> None:
