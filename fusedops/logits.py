@@ -66,7 +66,7 @@ class _Projection:
         if bias is not None:
             self.operands["bias"] = bias.detach()
         self.shape = (*hidden.shape[:-1], weight.shape[0])
-        self.dtype = dtype
+        self.dtype, self.device = dtype, hidden.device
         self.versions = {name: _version(t) for name, t in self.operands.items()}
         # Optimizers that write to p.data leave the version as it is, so the operands' bits are summed as well: one
         # read of the weight, without a host synchronisation.
@@ -79,7 +79,7 @@ class _Projection:
             with torch.inference_mode(False), torch.no_grad():
                 self.refuse_changed_operands()
                 operands = [t.to(self.dtype) for t in self.operands.values()]
-                with torch.autocast(operands[0].device.type, enabled=False):
+                with torch.autocast(self.device.type, enabled=False):
                     self.values = torch.nn.functional.linear(*operands)
             self.operands = {}
         return self.values
@@ -157,8 +157,9 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, projection: _Projection) -> "DeferredLogits":
-        device = projection.operands["hidden"].device
-        tensor = torch.Tensor._make_wrapper_subclass(cls, projection.shape, dtype=projection.dtype, device=device)
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, projection.shape, dtype=projection.dtype, device=projection.device
+        )
         tensor._projection = projection
         return tensor
 
@@ -168,7 +169,8 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
-            return _share(args[0])
+            # A second tensor of the same values: what is written to one is read from the other.
+            return DeferredLogits(args[0]._projection)
         if torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
             _refuse_reshaping(func._schema.name)
         args_, kwargs_ = tree_map_only(DeferredLogits, lambda t: t._projection.read(), (args, kwargs or {}))
@@ -225,13 +227,3 @@ class DeferredLogits(torch.Tensor):
     @property
     def __cuda_array_interface__(self):
         return self._plain().__cuda_array_interface__
-
-
-def _share(logits: DeferredLogits) -> DeferredLogits:
-    """A second tensor of the same values, as detach() gives: what is written to one is read from the other."""
-    projection = logits._projection
-    tensor = torch.Tensor._make_wrapper_subclass(
-        DeferredLogits, logits.shape, strides=logits.stride(), dtype=logits.dtype, device=logits.device
-    )
-    tensor._projection = projection
-    return tensor

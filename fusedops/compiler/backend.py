@@ -68,16 +68,10 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Rewrite a graph and compile it; if anything of ours fails, warn and compile the graph as it was captured."""
     report = Report(graphs=1)
-    if any(isinstance(p, torch.nn.Parameter) for p in gm.parameters()):
-        # The graph of an optimizer, say. Those of models have parameters as inputs.
-        report.graph_modules.append(gm)
-        publish(report, settings.report)
-        return compiler(gm, example_inputs)
     try:
-        rewritten = normalise(gm)
-        replaced = rewrite(rewritten, Policy(all_rules(), settings.disabled), report)
-        report.graph_modules.append(rewritten if replaced else gm)
-        if not replaced:
+        rewritten = rewritten_copy(gm, Policy(all_rules(), settings.disabled), report)
+        report.graph_modules.append(rewritten or gm)
+        if rewritten is None:
             return compiler(gm, example_inputs)
         restore_logits = defer_logits(rewritten)
         return restore_logits(compiler(rewritten, example_inputs))
@@ -90,6 +84,14 @@ def compile_graph(
         return compiler(gm, example_inputs)
     finally:
         publish(report, settings.report)
+
+
+def rewritten_copy(gm: GraphModule, policy: Policy, report: Report) -> GraphModule | None:
+    """A captured graph with operators in it, or None where there was nothing to replace; ``gm`` stays as it is."""
+    if any(isinstance(p, torch.nn.Parameter) for p in gm.parameters()):
+        return None  # the graph of an optimizer, say: those of models have parameters as inputs
+    copy = normalise(gm)
+    return copy if rewrite(copy, policy, report) else None
 
 
 def failed(gm: GraphModule, error: Exception) -> Report:

@@ -8,9 +8,8 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from fusedops.cache_key import sources_digest
-from fusedops.compiler.backend import Settings, failed, publish
-from fusedops.compiler.engine import Policy, rewrite
-from fusedops.compiler.normalise import normalise
+from fusedops.compiler.backend import Settings, failed, publish, rewritten_copy
+from fusedops.compiler.engine import Policy
 from fusedops.compiler.report import Report
 from fusedops.rules import all_rules
 
@@ -39,8 +38,8 @@ class _PreGradPass(CustomGraphPass):
         gm = graph.owning_module
         report = Report(graphs=1)
         try:
-            rewritten = normalise(gm)
-            if rewrite(rewritten, Policy(all_rules(), self.settings.disabled, defers_outputs=False), report):
+            rewritten = rewritten_copy(gm, Policy(all_rules(), self.settings.disabled, defers_outputs=False), report)
+            if rewritten is not None:
                 _become(gm, rewritten)
             report.graph_modules.append(gm)
         except Exception as error:

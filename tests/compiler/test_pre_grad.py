@@ -59,7 +59,7 @@ def test_pre_grad_pass_fuses_the_projection_where_logits_stay_inside(checkpointi
 def test_pre_grad_pass_keeps_the_graph_when_it_fails(monkeypatch) -> None:
     gm, report = graph_of(LossOnly(), tokens()), fusedops.Report()
     before = str(gm.graph)
-    monkeypatch.setattr("fusedops.compiler.pre_grad.normalise", lambda gm: 1 / 0)
+    monkeypatch.setattr("fusedops.compiler.backend.normalise", lambda gm: 1 / 0)
     with pytest.warns(fusedops.FusedopsWarning, match="ZeroDivisionError"):
         fusedops.pre_grad_pass(report=report)(gm.graph)
     assert str(gm.graph) == before and report.failures
