@@ -11,6 +11,7 @@ nox.options.sessions = ["lint", "typecheck", "tests", "aot"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = "tests/constraints.txt"
+LIGER = "liger-kernel==0.8.5"
 WORKERS = str(min(os.cpu_count() or 1, 4))
 
 # Each worker computes on one core: two that share two cores with two threads each wait for one another.
@@ -41,6 +42,16 @@ def shared_python(session: nox.Session) -> str:
 def demo(session: nox.Session) -> None:
     """Train a small Llama plainly and through fusedops. Options after `--`: nox -s demo -- --help."""
     session.run(shared_python(session), "-m", "bench.demo", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Operators beside their peers, then sweeps over sizes, on a GPU. Options after `--`: nox -s bench -- --help."""
+    python = shared_python(session)
+    # A peer alone: nothing that the other sessions do needs it, and of its own needs all are there.
+    session.run(python, "-m", "pip", "install", "--quiet", "--no-deps", LIGER, external=True)
+    for part in ("bench.operators", "bench.sweeps"):
+        session.run(python, "-m", part, *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")

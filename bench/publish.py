@@ -1,6 +1,7 @@
 """Write docs/demo.md and docs/benchmarks.md from the JSON of recorded runs, so that no number in them is typed.
 
-Usage: copy a run's demo.json, losses.png or operators.json into docs/results/, then python -m bench.publish
+Usage: copy what runs left (demo.json, losses.png, operators.json, sweeps.json, sweeps_time.png, sweeps_memory.png)
+into docs/results/, then python -m bench.publish
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import demo_tables, operators
+from bench import demo_tables, operator_tables, sweep_figures
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOT_RUN = "No run on a GPU has been recorded yet.\n"
@@ -23,11 +24,28 @@ DEMO = """# The demo on a GPU
 """
 BENCHMARKS = """# Operators beside their peers
 
-`python -m bench.operators` on the machine below. Every implementation ran in the same process, on random inputs, after
-its results were checked against float64. Time is device time of forward plus backward, by replay of a CUDA graph unless
-a note says otherwise; "copy" is the share of the copy rate at which the bytes that must move were moved, "floor" the
-share of three bare matrix products. Peak memory is beyond the inputs. Host time is until the step is enqueued.
+`nox -s bench` (or `python -m bench.operators` and `python -m bench.sweeps`) on the machines below. All implementations
+of a run ran in one process, on random inputs, after their results were checked against float64; a wrong result gets no
+time.
 
+- **Time** is device time of forward plus backward, by replay of a CUDA graph unless a note says otherwise: the median,
+  and the 20 % and 80 % quantiles, over inputs that together exceed the L2 cache and are held from step to step.
+- **Share** is the rate at which the bytes that must move were moved, as a share of the copy rate measured in the same
+  run. "Two kernels that move the bytes" do that and nothing else, one for forward and one for backward: the share in
+  reach at that size. `linear_cross_entropy` is beside three bare matrix products instead.
+- **Peak memory** is beyond the inputs, results included, and as in a model: the activations that the operator is given
+  are themselves results of an operation before it, and nobody else holds them. So who puts a gradient where a dead
+  activation was is credited with it, whether it asks if anyone still reads that activation or, as a note in brackets
+  says of some, overwrites it in any case.
+- **Host time** is until a step is enqueued, several in a row, while the device still works on those before.
+
+"""
+SWEEPS = """Device time and peak memory of forward plus backward along vocabulary, hidden size and sequence length, as in
+figures 2 and 3 of arXiv 2410.10989; measured as above, in shorter repetitions, `torch.compile` at the ends alone.
+"""
+FIGURES = """![Device time](results/sweeps_time.png)
+
+![Peak memory](results/sweeps_memory.png)
 """
 
 
@@ -42,7 +60,12 @@ def pages(results: Path) -> dict[str, str]:
     """The text of each page."""
     return {
         "demo.md": DEMO + _from(results / "demo.json", demo_page),
-        "benchmarks.md": BENCHMARKS + _from(results / "operators.json", benchmarks_page),
+        "benchmarks.md": BENCHMARKS
+        + _from(results / "operators.json", operators_part)
+        + "\n## Sweeps\n\n"
+        + SWEEPS
+        + "\n"
+        + _from(results / "sweeps.json", sweeps_part),
     }
 
 
@@ -66,8 +89,13 @@ def demo_page(record: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def benchmarks_page(record: dict[str, Any]) -> str:
-    return "\n\n".join([machine(record), markdown(operators.table(record))]) + "\n"
+def operators_part(record: dict[str, Any]) -> str:
+    tables = [*operator_tables.summaries(record), operator_tables.measurements(record)]
+    return "\n\n".join([machine(record), *map(markdown, tables)]) + "\n"
+
+
+def sweeps_part(record: dict[str, Any]) -> str:
+    return "\n\n".join([machine(record), FIGURES.strip(), markdown(sweep_figures.table(record))]) + "\n"
 
 
 def machine(record: dict[str, Any]) -> str:

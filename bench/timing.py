@@ -6,7 +6,6 @@ the L2 cache.
 
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +16,14 @@ from bench.training import quantiles
 
 Step = Callable[[int], object]
 
+HOST_REPETITIONS = 15
+HOST_STEPS = 5
+LONG_STEP_MS = 5.0
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a step; `method` is how device time was taken."""
+    """Milliseconds a step; `method` is how they were taken."""
 
     median: float
     q20: float
@@ -32,7 +35,7 @@ class Timing:
 class CudaTimer:
     """Times on the current GPU."""
 
-    def __init__(self, repetitions: int = 15, least_ms: float = 15.0, warm_up_s: float = 0.4) -> None:
+    def __init__(self, repetitions: int = 15, least_ms: float = 15.0, warm_up_s: float = 0.3) -> None:
         self.repetitions, self.least_ms, self.warm_up_s = repetitions, least_ms, warm_up_s
 
     def device(self, step: Step, sets: int) -> Timing:
@@ -75,19 +78,29 @@ class CudaTimer:
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / (inner * sets))
-        q = quantiles(times)
-        return Timing(q["median"], q["q20"], q["q80"], self.repetitions, method)
+        return _summed_up(times, method)
 
-    def host_ms(self, step: Step) -> float:
-        """Time until one step is enqueued on an idle device (until it is done, where the step synchronises)."""
-        times = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            step(0)
-            times.append((time.perf_counter() - began) * 1e3)
+    def host(self, step: Step) -> Timing:
+        """Host time to enqueue a step while the device works on those before it, as in a training loop.
+
+        The steps are few, so that the launch queue doesn't fill. A step that waits for the device itself takes as long
+        as it waits.
+        """
+        step(0)
         torch.cuda.synchronize()
-        return statistics.median(times)
+        began = time.perf_counter()
+        step(0)
+        torch.cuda.synchronize()
+        steps = HOST_STEPS if (time.perf_counter() - began) * 1e3 < LONG_STEP_MS else 1
+        times = []
+        for _ in range(HOST_REPETITIONS):
+            step(0)  # wakes the device up
+            began = time.perf_counter()
+            for _ in range(steps):
+                step(0)
+            times.append((time.perf_counter() - began) * 1e3 / steps)
+            torch.cuda.synchronize()
+        return _summed_up(times, f"{steps} steps in a row")
 
     def peak_mib(self, step: Step) -> float:
         """Peak memory of one step beyond what was allocated before it; its results count."""
@@ -114,17 +127,20 @@ class WallTimer:
             began = time.perf_counter()
             _all(step, sets)
             times.append((time.perf_counter() - began) * 1e3 / sets)
-        q = quantiles(times)
-        return Timing(q["median"], q["q20"], q["q80"], len(times), "wall clock")
+        return _summed_up(times, "wall clock")
 
-    def host_ms(self, step: Step) -> float:
-        return 0.0
+    def host(self, step: Step) -> Timing:
+        return self.device(step, 1)
 
     def peak_mib(self, step: Step) -> float:
         return 0.0
 
     def release(self) -> None:
         gc.collect()
+
+
+def _summed_up(times: list[float], method: str) -> Timing:
+    return Timing(**quantiles(times), repetitions=len(times), method=method)
 
 
 def _all(step: Step, sets: int) -> None:

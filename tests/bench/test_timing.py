@@ -80,4 +80,6 @@ def test_failed_capture_is_timed_by_events(cuda):
 
 def test_peak_is_beyond_what_was_allocated(cuda):
     assert TIMER.peak_mib(lambda i: None) == 2.0
-    assert TIMER.host_ms(lambda i: None) >= 0.0
+    host = TIMER.host(lambda i: None)
+    assert host.median >= 0.0
+    assert host.repetitions >= 10
