@@ -3,15 +3,16 @@
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusedops.compiler.match import Match, Mismatch, match_at
+from fusedops.compiler.match import Match, Mismatch, matches
 from fusedops.compiler.normalise import REGIONS, autocast_regions, open_autocast, trace
 from fusedops.compiler.report import Declined, Report, Site, module_path
-from fusedops.compiler.rule import Pattern, Rule
+from fusedops.compiler.rule import Pattern, Rule, outputs
 
 ON_DEMAND = "fusedops_on_demand"
 _DEVICES = ("cpu", "cuda", "xpu")
@@ -63,8 +64,7 @@ class _GraphRewriter:
         sites: list[tuple[int, Site]] = []
         # What covers more goes first: a loss with its projection before a loss on logits, a norm with its casts before
         # one without.
-        patterns = sorted((p for rule in self.policy.rules for p in rule.patterns), key=lambda p: -p.size)
-        for pattern in patterns:
+        for pattern in sorted(self.patterns(), key=lambda p: -p.size):
             for node in list(self.gm.graph.nodes):
                 if node.op == "call_function" and node.target is pattern.outputs[0].target:
                     site = self.try_pattern(pattern, node)
@@ -77,15 +77,25 @@ class _GraphRewriter:
             self.gm.recompile()
         return len(sites)
 
+    def patterns(self) -> list[Pattern]:
+        # In float32 a pattern has no casts: where a model leaves them out, the float32 one gets furthest and says why not.
+        targets, dtypes = set(), {torch.float32}
+        for node in self.gm.graph.nodes:
+            value = node.meta.get("val")
+            targets.add(node.target)
+            if isinstance(value, torch.Tensor):
+                dtypes.add(value.dtype)
+        return [p for rule in self.policy.rules if rule.anchor in targets for p in rule.patterns(dtypes)]
+
     def try_pattern(self, pattern: Pattern, node: Node) -> Site | None:
         rule = pattern.rule
-        found = match_at(pattern, node)
-        if isinstance(found, Match):
-            reason = self.decline(found) or self.replace(found)
-            if reason is None:
-                return Site(rule.name, rule.op, module_path(node))
-            found = Mismatch(reason, tuple(found.interior), complete=True)
-        self.remember(rule, found)
+        for found in matches(pattern, node):
+            if isinstance(found, Match):
+                reason = self.decline(found) or self.replace(found)
+                if reason is None:
+                    return Site(rule.name, rule.op, module_path(node))
+                found = Mismatch(reason, tuple(found.interior), complete=True)
+            self.remember(rule, found)
         return None
 
     def remember(self, rule: Rule, mismatch: Mismatch) -> None:
@@ -120,8 +130,9 @@ class _GraphRewriter:
         return rule.guard(match)
 
     def replace(self, match: Match) -> str | None:
-        """Put the replacement in front of the root; a reason, and an unchanged graph, where it would differ."""
-        root = match.root
+        """Put the replacement in the pattern's place; a reason, and an unchanged graph, where it would differ."""
+        place = match.place
+        assert place is not None, "matches() yields no match without a place"
         tensors = {n: b for n, b in match.bindings.items() if n not in match.rule.numbers}
         numbers = {n: _concrete(b) for n, b in match.bindings.items() if n in match.rule.numbers}
         names = list(tensors)
@@ -130,33 +141,37 @@ class _GraphRewriter:
             return match.rule.replacement(**dict(zip(names, values, strict=True)), **numbers)
 
         try:
-            with autocast_regions([*self.gm.meta.get(REGIONS, ()), *open_autocast(root)]):
+            with autocast_regions([*self.gm.meta.get(REGIONS, ()), *open_autocast(place)]):
                 new = trace(call, [n.meta["val"] for n in tensors.values()])
         except Exception as error:  # whatever the operator refuses, the model may keep
             return f"{match.rule.op} refuses: {error}"
-        result = new.graph.output_node().args[0]
-        reason = _observable_difference(root.meta["val"], result.meta["val"])
-        if reason:
-            return reason
-        self.splice(new.graph, list(tensors.values()), root)
+        results = outputs(new.graph)
+        for old, result in zip(match.results, results, strict=True):
+            reason = _observable_difference(old.meta["val"], result.meta["val"])
+            if reason:
+                return reason
+        copies = self.copy_before(place, new.graph, list(tensors.values()), match.root.meta)
+        interior = set(match.interior)
+        for old, result in zip(match.results, results, strict=True):
+            old.replace_all_uses_with(copies[result], delete_user_cb=lambda user: user not in interior)
         for logits in match.observed:
             if logits.users:
                 logits.meta[ON_DEMAND] = True
-        for node in sorted(match.interior, reverse=True):
+        for node in sorted(interior, reverse=True):
             if not node.users:
                 self.gm.graph.erase_node(node)
         return None
 
-    def splice(self, graph: Graph, inputs: list[Node], root: Node) -> None:
+    def copy_before(self, place: Node, graph: Graph, inputs: list[Node], meta: dict[str, Any]) -> dict[Node, Node]:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         env = dict(zip(placeholders, inputs, strict=True))
-        with self.gm.graph.inserting_before(root):
+        with self.gm.graph.inserting_before(place):
             for node in graph.nodes:
                 if node.op == "call_function":
                     env[node] = self.gm.graph.node_copy(node, env.__getitem__)
-                    env[node].meta = {**root.meta, "val": node.meta.get("val")}
-                    self.epochs[env[node]] = self.epochs[root]
-        root.replace_all_uses_with(env[graph.output_node().args[0]])
+                    env[node].meta = {**meta, "val": node.meta.get("val")}
+                    self.epochs[env[node]] = self.epochs[place]
+        return env
 
     def report_leftovers(self) -> None:
         anchors = {rule.anchor for rule in self.policy.rules}

@@ -1,7 +1,8 @@
 """Does a graph contain a pattern at this node? If not, where do they part?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ aten = torch.ops.aten
 _COMMUTATIVE = {aten.mul.Tensor, aten.add.Tensor}
 # Sizes are the model's own. That rows stay rows is for the guard to see in the shapes.
 _ANY_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+# Their dimensions are those of the result, which has one more than the operand.
+_ADDS_A_DIMENSION = {aten.unsqueeze.default, aten.stack.default}
 
 
 @dataclass
@@ -31,18 +34,36 @@ class Match:
 
     @property
     def root(self) -> Node:
-        """The node whose value is replaced."""
+        """The first result: where the match began."""
         return self.nodes[self.pattern.outputs[0]]
+
+    @property
+    def results(self) -> list[Node]:
+        """The nodes whose values are replaced."""
+        return [self.nodes[n] for n in self.pattern.outputs[: self.rule.results]]
 
     @property
     def observed(self) -> list[Node]:
         """Intermediate values that others may read."""
-        return [self.nodes[n] for n in self.pattern.outputs[1:]]
+        return [self.nodes[n] for n in self.pattern.outputs[self.rule.results :]]
 
     @property
     def interior(self) -> list[Node]:
-        """The graph's nodes that the pattern covers, the root included."""
-        return [g for p, g in self.nodes.items() if p.op != "placeholder"]
+        """The graph's nodes that the pattern covers, the results included."""
+        return list(dict.fromkeys(g for p, g in self.nodes.items() if p.op != "placeholder"))
+
+    @property
+    def place(self) -> Node | None:
+        """The last of its nodes that stands after everything it reads and before everything that reads its results.
+
+        There is none if an operand of one result is computed from another result.
+        """
+        interior, results = set(self.interior), self.results
+        inputs = [b for b in self.bindings.values() if isinstance(b, Node)]
+        if any(i in results for i in inputs):
+            return None
+        readers = [u for r in results for u in r.users if u not in interior]
+        return max((n for n in interior if max(inputs) < n and (not readers or n < min(readers))), default=None)
 
     def value(self, name: str) -> Any:
         """The fake tensor, or the number, that a name of the rule is bound to."""
@@ -67,18 +88,26 @@ class Mismatch:
         return self.complete, len(self.nodes)
 
 
-def match_at(pattern: Pattern, node: Node) -> Match | Mismatch:
-    """Match a pattern's first output against a node and everything the pattern reads from there upwards."""
+def matches(pattern: Pattern, node: Node) -> Iterator[Match | Mismatch]:
+    """Every way in which a pattern fits, its first output standing at a node; at least one Mismatch if there is none.
+
+    From an output the pattern is followed upwards. An output that is not met on the way (the rotated keys beside the
+    rotated queries) is looked for among the nodes around, nearest first.
+    """
     search = _Search(pattern)
-    found = next(search.node(pattern.outputs[0], node, Match(pattern)), None)
-    if found is None:
-        return Mismatch(search.reason, search.reached)
-    reason = found.differences[0] if found.differences else _escaping(found)
-    return Mismatch(reason, tuple(found.interior), complete=True) if reason else found
+    fits = False
+    for found in search.outputs(pattern.outputs, [node], Match(pattern)):
+        fits = True
+        reason = found.differences[0] if found.differences else _escaping(found) or _torn(found)
+        yield Mismatch(reason, tuple(found.interior), complete=True) if reason else found
+    if not fits:
+        yield Mismatch(search.reason, search.reached)
 
 
 def arguments(node: Node) -> list[Any]:
-    """All arguments of an ATen call in the order of its schema, defaults filled in, dimensions counted from the end."""
+    """All arguments of a call in the order of its schema, defaults filled in, dimensions counted from the end."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return [*node.args, *node.kwargs.values()]
     values = []
     for i, argument in enumerate(node.target._schema.arguments):
         if i < len(node.args):
@@ -87,15 +116,30 @@ def arguments(node: Node) -> list[Any]:
             value = node.kwargs[argument.name]
         else:
             value = argument.default_value if argument.has_default_value() else None
-        values.append(_from_the_end(node, value) if argument.name == "dim" else value)
+        values.append(_from_the_end(value, _rank(node)) if argument.name == "dim" else value)
     return values
 
 
-def _from_the_end(node: Node, dim: Any) -> Any:
-    rank = node.args[0].meta["val"].dim()
+def _rank(node: Node) -> int:
+    operand = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
+    return operand.meta["val"].dim() + (node.target in _ADDS_A_DIMENSION)
+
+
+def _from_the_end(dim: Any, rank: int) -> Any:
     if isinstance(dim, int):
         return dim - rank if dim >= 0 else dim
-    return [_from_the_end(node, d) for d in dim] if isinstance(dim, list | tuple) else dim
+    return [_from_the_end(d, rank) for d in dim] if isinstance(dim, list | tuple) else dim
+
+
+def _around(node: Node) -> Iterator[Node]:
+    """All other nodes of a graph, nearest first."""
+    for pair in zip_longest(_walk(node, "next"), _walk(node, "prev")):
+        yield from (n for n in pair if n is not None)
+
+
+def _walk(node: Node, step: str) -> Iterator[Node]:
+    while (node := getattr(node, step)).op != "root":
+        yield node
 
 
 class _Search:
@@ -109,6 +153,19 @@ class _Search:
     def fail(self, match: Match, reason: str) -> None:
         if len(match.nodes) > len(self.reached) or not self.reason:
             self.reason, self.reached = reason, tuple(match.nodes.values())
+
+    def outputs(self, wanted: Sequence[Node], around: Iterable[Node], match: Match) -> Iterator[Match]:
+        """Cover outputs one after the other, each at one of the given nodes if no other has led to it."""
+        wanted = [w for w in wanted if w not in match.nodes]
+        if not wanted:
+            yield match
+            return
+        first, *rest = wanted
+        taken = set(match.nodes.values())
+        for candidate in around:
+            if candidate.target is first.target and candidate not in taken:
+                for partial in self.node(first, candidate, match):
+                    yield from self.outputs(rest, _around(candidate), partial)
 
     def node(self, want: Node, got: Any, match: Match) -> Iterator[Match]:
         if want in match.nodes:
@@ -192,6 +249,10 @@ def _escaping(match: Match) -> str | None:
         if outside is not None and node not in visible:
             return f"{node.target} inside the pattern is also read by {_name(outside)}"
     return None
+
+
+def _torn(match: Match) -> str | None:
+    return None if match.place else "one of its results is read before all its inputs are there"
 
 
 def _name(x: Any) -> str:

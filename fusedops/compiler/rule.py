@@ -5,7 +5,8 @@ traced, once for each set of example inputs, so that casts which vanish in float
 their own.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from fusedops.compiler.normalise import trace
 
@@ -32,6 +34,13 @@ def accept(match: "Match") -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _neutral_modes() -> Iterator[None]:
+    """Whatever is switched on around the first compilation must not become part of a pattern."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.inference_mode(False):
+        yield
+
+
 @dataclass(frozen=True)
 class Rule:
     """One rewriting rule.
@@ -39,39 +48,56 @@ class Rule:
     Attributes:
         name: ``<op>.<spelling>``.
         op: the operator put in; ``options={"disable": [op]}`` turns its rules off.
-        pattern: takes the tensors of an example and the captured numbers by name. Returns the result to be replaced,
-            or a tuple of it and of intermediate values that others may still read (the logits of a loss).
-        replacement: takes the same names and returns the new result.
-        examples: sets of example tensors by name, made under FakeTensorMode; each is traced. Shapes don't matter to the match, ranks and dtypes do.
-        numbers: captured numbers by name, each with a value that occurs nowhere else in the pattern.
-        anchor: the ATen operator by which a reader recognises such a site: one that is left over is reported as declined.
+        pattern: takes the tensors of an example and the captured numbers by name. Returns the results to be replaced,
+            followed by intermediate values that others may still read (the logits of a loss).
+        replacement: takes the same names and returns the new results.
+        examples: sets of example tensors by name, made under FakeTensorMode; each is traced. Shapes don't matter to the
+            match, ranks and dtypes do.
+        numbers: captured numbers by name, each with a value that occurs nowhere else in the pattern. A size of the
+            model is one too: sliced at its marker, one pattern serves every head size, and the guard compares sizes.
+        results: how many results there are.
+        anchor: an ATen operator in the pattern by which a reader recognises such a site: one that is left over is
+            reported as declined, and a graph without any is not searched.
         guard: reads a structural match; returns None, or the reason for declining.
     """
 
     name: str
     op: str
     pattern: Callable[..., Any]
-    replacement: Callable[..., Tensor]
+    replacement: Callable[..., Tensor | tuple[Tensor, ...]]
     examples: Callable[[], Iterable[Mapping[str, Tensor]]]
     anchor: torch._ops.OpOverload
     numbers: Mapping[str, float | int] = field(default_factory=dict)
+    results: int = 1
     guard: Callable[["Match"], str | None] = accept
 
-    @cached_property
-    def patterns(self) -> "list[Pattern]":
-        """The distinct graphs that the pattern traces to; made when first asked for."""
+    def patterns(self, dtypes: Collection[torch.dtype]) -> "list[Pattern]":
+        """The distinct graphs that the pattern traces to on examples of these floating-point dtypes.
+
+        Each is made when first asked for: a trace takes some 10 ms, and a model rarely has more than two dtypes.
+        """
         unique: dict[str, Pattern] = {}
-        # Whatever is switched on around the first compilation must not become part of the pattern.
-        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.inference_mode(False), FakeTensorMode():
-            for example in self.examples():
-                pattern = Pattern.of(self, example)
-                unique.setdefault(pattern.key(), pattern)
+        for index, example in enumerate(self._examples):
+            if {t.dtype for t in example.values() if t.is_floating_point()} <= set(dtypes):
+                if index not in self._traced:
+                    with _neutral_modes():
+                        self._traced[index] = Pattern.of(self, example)
+                unique.setdefault(self._traced[index].key, self._traced[index])
         return list(unique.values())
+
+    @cached_property
+    def _examples(self) -> list[Mapping[str, Tensor]]:
+        with _neutral_modes(), FakeTensorMode():
+            return list(self.examples())
+
+    @cached_property
+    def _traced(self) -> "dict[int, Pattern]":
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """A traced pattern: its graph, the name each placeholder binds, and its outputs (the first is replaced)."""
+    """A traced pattern: its graph, the name each placeholder binds, and its outputs (results first)."""
 
     rule: Rule
     graph_module: GraphModule
@@ -89,18 +115,24 @@ class Pattern:
         for node in gm.graph.nodes:
             node.args = torch.fx.node.map_aggregate(node.args, lambda a: _capture(a, captures))
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, lambda a: _capture(a, captures))
-        outputs = gm.graph.output_node().args[0]
-        outputs = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        return cls(rule, gm, dict(zip(placeholders, names, strict=True)), outputs)
+        return cls(rule, gm, dict(zip(placeholders, names, strict=True)), outputs(gm.graph))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.graph_module.graph.nodes)
 
+    @cached_property
     def key(self) -> str:
-        dtypes = [str(n.meta["val"].dtype) for n in self.graph_module.graph.nodes if n.op == "call_function"]
+        calls = [n for n in self.graph_module.graph.nodes if n.op == "call_function"]
+        dtypes = [str(t.dtype) for n in calls for t in tree_leaves(n.meta["val"])]
         return f"{self.graph_module.graph} {dtypes}"
+
+
+def outputs(graph: Graph) -> tuple[Node, ...]:
+    """What a traced function returns, one value or several."""
+    returned = graph.output_node().args[0]
+    return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
 
 
 def _capture(value: Any, captures: Mapping[tuple[type, Any], Capture]) -> Any:

@@ -1,4 +1,7 @@
-"""Which spelling becomes which operator: one file per operator, each ending in a list ``RULES``."""
+"""Which spelling becomes which operator: one file per operator, each ending in a list ``RULES``.
+
+A module without one holds what several share.
+"""
 
 import functools
 import importlib
@@ -13,4 +16,4 @@ if TYPE_CHECKING:
 def all_rules() -> "tuple[Rule, ...]":
     """Every built-in rule."""
     modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
-    return tuple(rule for module in modules for rule in module.RULES)
+    return tuple(rule for module in modules for rule in getattr(module, "RULES", ()))

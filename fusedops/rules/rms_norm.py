@@ -8,6 +8,8 @@ from torch import Tensor
 from fusedops.compiler.match import Match
 from fusedops.compiler.rule import Rule
 
+NUMBERS = {"eps": 1.234567e-6}
+
 
 def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.float32)
@@ -30,14 +32,14 @@ def fused_gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.ops.fusedops.rms_norm(x, weight, eps, weight_offset=1.0, cast="gemma")
 
 
-def _examples() -> Iterator[dict[str, Tensor]]:
+def examples() -> Iterator[dict[str, Tensor]]:
     for x in (torch.float32, torch.bfloat16, torch.float16):
         # float32 weights under half-precision activations: autocast, or master weights.
         for weight in {x, torch.float32}:
             yield {"x": torch.empty(2, 3, 4, dtype=x), "weight": torch.empty(4, dtype=weight)}
 
 
-def _scales_columns(match: Match) -> str | None:
+def scales_columns(match: Match) -> str | None:
     x, weight = match.value("x"), match.value("weight")
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         return f"the weight {tuple(weight.shape)} does not have one element for each column of x {tuple(x.shape)}"
@@ -52,10 +54,10 @@ def _rule(name: str, pattern, replacement) -> Rule:
         op="rms_norm",
         pattern=pattern,
         replacement=replacement,
-        examples=_examples,
-        numbers={"eps": 1.234567e-6},
+        examples=examples,
+        numbers=NUMBERS,
         anchor=torch.ops.aten.rsqrt.default,
-        guard=_scales_columns,
+        guard=scales_columns,
     )
 
 
