@@ -1,4 +1,4 @@
-"""What launchers share: the device to launch on, its number of processors, and tensors seen as rows."""
+"""What launchers share: launching on the tensor's device, its number of processors, tensors seen as rows."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
@@ -11,20 +11,49 @@ from torch import Tensor
 # The interpreter runs programs one after another: a few are enough to have rows shared out unevenly.
 INTERPRETER_PROCESSORS = 3
 
+# What Triton compiled for a kernel, its constants and the kind of its arguments, and the constants in its order.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
 
 def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **options: Any) -> None:
-    """Start programs of a kernel on the device of a tensor, which need not be the current one."""
-    if programs:
-        with _current(on.device):
-            kernel[(programs,)](*args, **options)
+    """Start programs of a kernel on the device of a tensor, which need not be the current one.
+
+    Triton binds, specialises and looks up all arguments at each launch, which costs more time than small kernels run.
+    Its compiled kernel is therefore kept, under all that its specialisation depends on, and launched directly.
+    """
+    if not programs:
+        return
+    device = on.device
+    if device.type == "cpu":  # the interpreter, or a recorder in place of the launch
+        kernel[(programs,)](*args, **options)
+        return
+    key = (kernel.fn, device.index, *map(_kind, args), *options.values())
+    with _current(device):
+        known = _compiled.get(key)
+        if known is None:
+            compiled = kernel[(programs,)](*args, **options)
+            constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
+            _compiled[key] = compiled, constants
+        else:
+            known[0][programs, 1, 1](*args, *known[1])
+
+
+def _kind(argument: Any) -> Any:
+    """All that Triton may compile into a kernel of an argument that is no constant."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument % 16 == 0, argument == 1, -(2**31) <= argument < 2**31
+    return type(argument)
 
 
 def _current(device: torch.device) -> AbstractContextManager:
     """Triton launches on the current device. Switching costs microseconds, so it is done only where it is needed."""
-    if device.type == "cpu":
-        return nullcontext()
-    module = torch.get_device_module(device)
-    return nullcontext() if module.current_device() == device.index else module.device(device)
+    module = torch.cuda if device.type == "cuda" else torch.get_device_module(device)
+    return _NOTHING if module.current_device() == device.index else module.device(device)
+
+
+_NOTHING = nullcontext()
 
 
 @functools.cache
@@ -37,8 +66,11 @@ def processors(device: torch.device) -> int:
 
 def as_rows(t: Tensor) -> Tensor:
     """(..., N) as (M, N) with contiguous columns: a view where strides allow it, at any row stride."""
-    columns = t.shape[-1]
-    rows = t.reshape(t.shape[:-1].numel(), columns)
+    if t.dim() == 2:
+        rows, columns = t, t.shape[1]
+    else:
+        columns = t.shape[-1]
+        rows = t.reshape(t.shape[:-1].numel(), columns)
     return rows if rows.stride(1) == 1 or columns <= 1 else rows.contiguous()
 
 

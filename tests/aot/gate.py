@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -112,9 +113,15 @@ def judge(unit: Unit) -> Verdict:
     )
 
 
-def judge_share(index: int, shares: int) -> list[Verdict]:
+def all_units(ops: Sequence[str] | None = None) -> list[Unit]:
+    """Every compilation for every target, each as its own launches are configured."""
+    launches = ((name, all_launches(name, ops)) for name in TARGETS)
+    return [unit for name, recorded in launches for unit in units(recorded, {name: TARGETS[name]})]
+
+
+def judge_share(index: int, shares: int, ops: Sequence[str] | None = None) -> list[Verdict]:
     """Every so manieth compilation. Launches hold kernels and tensors: each process records its own."""
-    return [judge(unit) for unit in units(all_launches())[index::shares]]
+    return [judge(unit) for unit in all_units(ops)[index::shares]]
 
 
 def _main_loads(compiled: Any, warp_size: int) -> int:

@@ -33,15 +33,27 @@ TOLERANCES = {
 TRUNCATION = 2.0**-7 if INTERPRETED else 0.0
 
 
+# What an operator returns, and a gradient for it: a tensor or several.
+Tensors = Tensor | tuple[Tensor, ...]
+
+
 class Result(NamedTuple):
-    output: Tensor
+    outputs: tuple[Tensor, ...]
     gradients: tuple[Tensor | None, ...]
 
+    @property
+    def output(self) -> Tensor:
+        return self.outputs[0]
+
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.output, *(g for g in self.gradients if g is not None))
+        return (*self.outputs, *(g for g in self.gradients if g is not None))
+
+    def names(self) -> list[str]:
+        gradients = [f"gradient {i}" for i, g in enumerate(self.gradients) if g is not None]
+        return [f"output {i}" for i in range(len(self.outputs))] + gradients
 
 
-def op(spec: Spec) -> Callable[..., Tensor]:
+def op(spec: Spec) -> Callable[..., Tensors]:
     return getattr(torch.ops.fusedops, spec.name)
 
 
@@ -60,26 +72,34 @@ def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
     return Sample(sample.label, tree_map(cast, sample.args), sample.kwargs)
 
 
-def run(function: Callable[..., Tensor], sample: Sample, upstream: Tensor) -> Result:
-    output = function(*sample.args, **sample.kwargs)
+def several(tensors: Tensors) -> tuple[Tensor, ...]:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+def run(function: Callable[..., Tensors], sample: Sample, upstream: Tensors) -> Result:
+    outputs = several(function(*sample.args, **sample.kwargs))
     wanted = leaves(sample)
-    gradients = torch.autograd.grad(output, wanted, upstream.to(output.dtype), allow_unused=True) if wanted else ()
-    return Result(output.detach(), gradients)
+    pairs = [(o, u.to(o.dtype)) for o, u in zip(outputs, several(upstream), strict=True) if o.requires_grad]
+    differentiated, gradients_of = zip(*pairs, strict=True) if pairs else ((), ())
+    gradients = torch.autograd.grad(differentiated, wanted, gradients_of, allow_unused=True) if wanted else ()
+    return Result(tuple(o.detach() for o in outputs), gradients)
 
 
-def upstream_like(output: Tensor) -> Tensor:
-    """A gradient that no kernel can mistake for ones, exact in every dtype."""
-    return torch.randint(-4, 5, output.shape, device=output.device).to(output.dtype) / 2 + 0.25
+def upstream_like(outputs: Tensors) -> Tensors:
+    """Gradients that no kernel can mistake for ones, exact in every dtype."""
+    upstream = [torch.randint(-4, 5, o.shape, device=o.device).to(o.dtype) / 2 + 0.25 for o in several(outputs)]
+    return upstream[0] if isinstance(outputs, Tensor) else tuple(upstream)
 
 
-def assert_close_to_eager(function: Callable[..., Tensor], eager: Callable[..., Tensor], sample: Sample) -> None:
-    """``function``'s output and gradients are as close to float64's as eager's are, in the dtype of the sample."""
+def assert_close_to_eager(function: Callable[..., Tensors], eager: Callable[..., Tensors], sample: Sample) -> None:
+    """``function``'s outputs and gradients are as close to float64's as eager's are, in the dtype of the sample."""
     upstream = upstream_like(function(*sample.args, **sample.kwargs))
     ours, theirs = run(function, sample, upstream), run(eager, sample, upstream)
     truths = run(eager, in_dtype(sample, torch.float64), upstream)
     slack = TRUNCATION if any(t.dtype == torch.bfloat16 for t in sample.args if isinstance(t, Tensor)) else 0.0
-    names = ["output", *(f"gradient {i}" for i in range(len(ours.gradients)))]
-    for name, got, reference, truth in zip(names, ours.tensors(), theirs.tensors(), truths.tensors(), strict=True):
+    for name, got, reference, truth in zip(
+        ours.names(), ours.tensors(), theirs.tensors(), truths.tensors(), strict=True
+    ):
         assert got.dtype == reference.dtype, f"{name}: {got.dtype}, eager {reference.dtype}"
         assert_bounded(name, got, reference, truth, slack)
 

@@ -1,14 +1,17 @@
 """What holds for every operator, over the samples of its SPEC: correctness, opcheck, and the rules of autograd."""
 
 import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map, tree_map_only
 
 from csrc_meta import SPECS, Sample, Spec, registry
 from csrc_meta.errors import DoubleBackwardError
 from tests.conftest import INTERPRETED
-from tests.ops.compare import Recorder, assert_close_to_eager, leaves, op, run, upstream_like
+from tests.ops.compare import Recorder, assert_close_to_eager, leaves, op, run, several, upstream_like
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,6 +38,18 @@ def first(name: str, device: torch.device) -> tuple[Spec, Sample]:
     return SPECS[name], next(iter(SPECS[name].samples(device, torch.float32)))
 
 
+def variants(calls: Iterable[tuple[Any, tuple]]) -> Iterator[tuple[Any, tuple, Any, tuple]]:
+    """Recorded calls that have a mutating variant, and that variant with arguments of its own.
+
+    Formulas call it where nobody can see a difference, a recorder included.
+    """
+    for primitive, args in calls:
+        name = primitive._schema.name.removeprefix("fusedops::") + "_"
+        if name in registry.primitives():
+            own = tree_map_only(torch.Tensor, lambda t: t.detach().clone(memory_format=torch.contiguous_format), args)
+            yield primitive, args, getattr(torch.ops.fusedops, name).default, own
+
+
 each_op = pytest.mark.parametrize("name", SPECS)
 
 
@@ -57,6 +72,8 @@ def test_opcheck(name, dtype, label, device):
     for primitive, args in recorder.calls:
         # Schema and fake only: the public operator above has been through autograd with the same primitives.
         torch.library.opcheck(primitive, args, test_utils=("test_schema", "test_faketensor"))
+    for _, _, variant, own in variants(recorder.calls):
+        torch.library.opcheck(variant, own, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_opcheck_reaches_every_primitive(device):
@@ -64,7 +81,22 @@ def test_opcheck_reaches_every_primitive(device):
         for spec in SPECS.values():
             for sample in itertools.islice(spec.samples(device, torch.float32), 3):
                 run(op(spec), sample, upstream_like(op(spec)(*sample.args, **sample.kwargs)))
-    assert {func._schema.name.removeprefix("fusedops::") for func, _ in recorder.calls} == set(registry.primitives())
+    reached = [func for func, _ in recorder.calls] + [variant for _, _, variant, _ in variants(recorder.calls)]
+    assert {func._schema.name.removeprefix("fusedops::") for func in reached} == set(registry.primitives())
+
+
+@each_op
+def test_mutating_variants_write_what_their_operators_return(name, device):
+    with Recorder() as recorder:
+        for sample in itertools.islice(SPECS[name].samples(device, torch.float32), 4):
+            run(op(SPECS[name]), sample, upstream_like(op(SPECS[name])(*sample.args, **sample.kwargs)))
+    for primitive, args, variant, own in variants(recorder.calls):
+        with torch.no_grad():
+            wanted = several(primitive(*args))
+            assert variant(*own) is None
+        written = [a for a, s in zip(own, variant._schema.arguments, strict=True) if s.alias_info is not None]
+        for a, b in zip(written, wanted, strict=True):
+            assert torch.equal(a, b)
 
 
 # The numerical derivative perturbs elements in place: an expanded input has none of its own.
@@ -79,7 +111,9 @@ def test_second_derivative_raises(name, device):
     spec, sample = first(name, device)
     output = op(spec)(*sample.args, **sample.kwargs)
     with pytest.raises(DoubleBackwardError, match="second derivative"):
-        gradients = torch.autograd.grad(output, leaves(sample), upstream_like(output), create_graph=True)
+        gradients = torch.autograd.grad(
+            several(output), leaves(sample), several(upstream_like(output)), create_graph=True
+        )
         torch.autograd.grad(sum(g.sum() for g in gradients), leaves(sample))
 
 
@@ -96,9 +130,9 @@ def test_deterministic(name, device):
 def test_backward_twice_with_retain_graph(name, device):
     spec, sample = first(name, device)
     output = op(spec)(*sample.args, **sample.kwargs)
-    upstream = upstream_like(output)
-    once = torch.autograd.grad(output, leaves(sample), upstream, retain_graph=True)
-    for a, b in zip(once, torch.autograd.grad(output, leaves(sample), upstream), strict=True):
+    upstream = several(upstream_like(output))
+    once = torch.autograd.grad(several(output), leaves(sample), upstream, retain_graph=True)
+    for a, b in zip(once, torch.autograd.grad(several(output), leaves(sample), upstream), strict=True):
         assert torch.equal(a, b)
 
 
@@ -123,12 +157,11 @@ def test_gradients_only_for_what_needs_them(name, device):
 @each_op
 def test_inputs_are_not_modified(name, device):
     for sample in itertools.islice(SPECS[name].samples(device, torch.bfloat16), 4):
-        tensors = [a for a in sample.args if isinstance(a, torch.Tensor)]
-        copies = [t.detach().clone() for t in tensors]
         upstream = upstream_like(op(SPECS[name])(*sample.args, **sample.kwargs))
-        upstream_copy = upstream.clone()
+        tensors = [a for a in (*sample.args, *several(upstream)) if isinstance(a, torch.Tensor)]
+        copies = [t.detach().clone() for t in tensors]
         run(op(SPECS[name]), sample, upstream)
-        for tensor, copy in zip((*tensors, upstream), (*copies, upstream_copy), strict=True):
+        for tensor, copy in zip(tensors, copies, strict=True):
             assert torch.equal(tensor, copy), sample.label
 
 
@@ -136,7 +169,11 @@ def test_inputs_are_not_modified(name, device):
 def test_compiles_in_one_graph(name, device):
     spec, sample = first(name, device)
     upstream = upstream_like(op(spec)(*sample.args, **sample.kwargs))
-    compiled = torch.compile(lambda *args: op(spec)(*args, **sample.kwargs) * 1.0, backend="aot_eager", fullgraph=True)
+
+    def function(*args):
+        return tree_map(lambda t: t * 1.0, op(spec)(*args, **sample.kwargs))
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     got = run(compiled, Sample(sample.label, sample.args), upstream)
     for a, b in zip(got.tensors(), run(op(spec), sample, upstream).tensors(), strict=True):
         assert torch.equal(a, b)
