@@ -3,6 +3,10 @@
 An operator users call is *composite*: plain Python that reads ``requires_grad`` and calls the primitive operators
 below it. A *primitive* operator is opaque to the compiler: it has a fake kernel, a CPU reference, kernels for other
 devices registered by :mod:`fusedops.kernels`, and an autograd formula (or one that raises, for backward operators).
+
+A primitive may also be a *mutating variant*: ``<name>_`` takes the arguments of ``<name>`` and, rather than return new
+tensors, writes its results into those of its arguments that its schema marks ``(a!)``. Formulas call it on dead tensors
+(:mod:`csrc_meta.donation`). It has no autograd formula: differentiating it raises.
 """
 
 from collections.abc import Callable
@@ -35,6 +39,10 @@ def _is_defined(name: str) -> bool:
     return hasattr(torch.ops.fusedops, name)
 
 
+def _overload(name: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.fusedops, name).default
+
+
 def primitive(
     signature: str,
     *,
@@ -64,10 +72,18 @@ def primitive(
     torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=library)
     library.impl(name, _checked(check, reference), "CPU")
     library.impl(name, _checked(check, _no_kernel(name)), "CompositeExplicitAutograd")
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", backward or _raise_second_derivative(name), setup_context=setup_context, lib=library
-    )
+    if _overload(name)._schema.is_mutable:
+        library.impl(name, _mutating(name), "Autograd", with_keyset=True)
+    else:
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{name}", backward or _raise_second_derivative(name), setup_context=setup_context, lib=library
+        )
     flop_formulas.register(name, flops)
+
+
+def no_flops(*args: Any, **kwargs: Any) -> int:
+    """FlopCounterMode counts contractions alone, and totals must not change when a model is rewritten."""
+    return 0
 
 
 def composite(
@@ -129,7 +145,7 @@ def _no_kernel(name: str) -> Callable[..., Any]:
 def second_derivative_error(name: str) -> DoubleBackwardError:
     return DoubleBackwardError(
         message(
-            name.removesuffix("_backward"),
+            name.removesuffix("_").removesuffix("_backward"),
             "gradient",
             "a second derivative",
             "first derivatives only",
@@ -145,9 +161,25 @@ def _raise_second_derivative(name: str) -> Callable[..., Any]:
     return backward
 
 
+def _mutating(name: str) -> Callable[..., Any]:
+    """Autograd of a mutating variant: none, but autograd nodes that saved what it writes to are to notice."""
+    op = _overload(name)
+    written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            raise second_derivative_error(name)
+        with torch._C._AutoDispatchBelowAutograd():
+            result = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        torch.autograd.graph.increment_version([args[i] for i in written if args[i] is not None])
+        return result
+
+    return kernel
+
+
 def _register_autocast(name: str, device: str, cast: Callable[..., Any]) -> None:
     key = getattr(torch._C.DispatchKey, "Autocast" + torch._C._dispatch_key_for_device(device))
-    op = getattr(torch.ops.fusedops, name).default
+    op = _overload(name)
 
     def kernel(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = cast(torch.get_autocast_dtype(device), *args, **kwargs)

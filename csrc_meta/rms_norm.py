@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from csrc_meta import checks
-from csrc_meta.registry import composite, primitive
+from csrc_meta.registry import composite, no_flops, primitive
 from csrc_meta.spec import Sample, Spec
 
 CASTS = ("llama", "gemma", "float32")
@@ -27,19 +27,29 @@ def output_dtype(x: Tensor, weight: Tensor | None, cast: str) -> torch.dtype:
     return x.dtype
 
 
-def check(op: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
+def check_rows(op: str, x: Tensor) -> None:
     checks.check_dtype(op, "x", x, checks.FLOATING, "Cast it to a floating-point dtype.")
-    checks.check_choice(op, "cast", cast, CASTS)
     if x.dim() == 0:
         raise checks.UnsupportedInputError(
             checks.message(
                 op, "x", checks.describe(x), "at least one dimension", "Normalise over the last dimension: x[None]."
             )
         )
+
+
+def check(op: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
+    check_rows(op, x)
+    checks.check_choice(op, "cast", cast, CASTS)
     if weight is not None:
         checks.check_dtype(op, "weight", weight, checks.FLOATING, "Cast it to a floating-point dtype.")
         checks.check_same_device(op, "weight", weight, "x", x)
         checks.check_shape(op, "weight", weight, x.shape[-1:], "The weight has one element for each column of x.")
+
+
+def check_backward(op: str, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cast: str) -> None:
+    check(op, x, weight, cast)
+    checks.check_shape(op, "dy", dy, x.shape, "dy has the shape of x.")
+    checks.check_shape(op, "rstd", rstd, x.shape[:-1], "rstd is a result of the forward.")
 
 
 def _check_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
@@ -49,9 +59,7 @@ def _check_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: 
 def _check_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, cast: str, output_mask: list[bool]
 ) -> None:
-    check("rms_norm_backward", x, weight, cast)
-    checks.check_shape("rms_norm_backward", "dy", dy, x.shape, "dy has the shape of x.")
-    checks.check_shape("rms_norm_backward", "rstd", rstd, x.shape[:-1], "rstd is the forward's second result.")
+    check_backward("rms_norm_backward", dy, x, weight, rstd, cast)
 
 
 def rms_norm_fake(
@@ -85,19 +93,31 @@ def rms_norm_backward_fake(
     return dx, weight.new_empty(weight.shape) if output_mask[1] and weight is not None else x.new_empty((0,))
 
 
-def rms_norm_backward_ref(
+def gradients_ref(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, cast: str, output_mask: list[bool]
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = rms_norm_backward_fake(dy, x, weight, rstd, weight_offset, cast, output_mask)
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and weight in rstd's dtype, not rounded yet; None where not wanted."""
+    dx = dweight = None
     dy, wide, r = dy.to(rstd.dtype), x.to(rstd.dtype), rstd.unsqueeze(-1)
     normalised = wide * r
     if output_mask[0]:
         g = dy if weight is None else dy * _scale(weight, weight_offset, cast, rstd.dtype).to(rstd.dtype)
-        dx.copy_(r * (g - normalised * (g * normalised).mean(-1, keepdim=True)))
+        dx = r * (g - normalised * (g * normalised).mean(-1, keepdim=True))
     if output_mask[1] and weight is not None:
         seen = normalised.to(x.dtype).to(rstd.dtype) if cast == "llama" else normalised
-        dweight.copy_((dy * seen).reshape(x.shape[:-1].numel(), x.shape[-1]).sum(0))
+        dweight = (dy * seen).reshape(x.shape[:-1].numel(), x.shape[-1]).sum(0)
     return dx, dweight
+
+
+def rms_norm_backward_ref(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, cast: str, output_mask: list[bool]
+) -> tuple[Tensor, Tensor]:
+    results = rms_norm_backward_fake(dy, x, weight, rstd, weight_offset, cast, output_mask)
+    gradients = gradients_ref(dy, x, weight, rstd, weight_offset, cast, output_mask)
+    for result, gradient in zip(results, gradients, strict=True):
+        if gradient is not None:
+            result.copy_(gradient)
+    return results
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -121,16 +141,12 @@ def rms_norm(
     return ops.rms_norm_forward(x, weight, eps, weight_offset, cast)[0]
 
 
-def _no_flops(*args, **kwargs) -> int:
-    return 0  # FlopCounterMode counts contractions alone, and totals must not change when a model is rewritten
-
-
 primitive(
     "rms_norm_forward(Tensor x, Tensor? weight, float eps, float weight_offset, str cast) -> (Tensor, Tensor)",
     check=_check_forward,
     fake=rms_norm_fake,
     reference=rms_norm_ref,
-    flops=_no_flops,
+    flops=no_flops,
     setup_context=_setup_context,
     backward=_backward,
 )
@@ -140,7 +156,7 @@ primitive(
     check=_check_backward,
     fake=rms_norm_backward_fake,
     reference=rms_norm_backward_ref,
-    flops=_no_flops,
+    flops=no_flops,
 )
 composite(
     "rms_norm(Tensor x, Tensor? weight, float eps, *, float weight_offset=0.0, str cast='llama') -> Tensor",

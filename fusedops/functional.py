@@ -5,7 +5,7 @@ from torch import Tensor
 
 import csrc_meta  # noqa: F401  (defines torch.ops.fusedops)
 
-__all__ = ["cross_entropy", "linear_cross_entropy", "rms_norm"]
+__all__ = ["add_rms_norm", "cross_entropy", "layer_norm", "linear_cross_entropy", "rms_norm"]
 
 
 def rms_norm(
@@ -39,6 +39,72 @@ def rms_norm(
         arXiv 2410.10989, equations 1-3; LlamaRMSNorm and GemmaRMSNorm of transformers.
     """
     return torch.ops.fusedops.rms_norm(x, weight, eps, weight_offset=weight_offset, cast=cast)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """A residual connection and the norm behind it: s = x + residual, y = s / sqrt(mean(s^2) + eps) * (weight_offset + weight).
+
+    Args:
+        x: (..., N) bf16|fp16|fp32|fp64, any strides; fastest where rows are contiguous.
+        residual: the shape and dtype of x.
+        weight: (N,) floating point, or None for no scaling.
+        eps: added to the mean of squares, inside the root.
+        weight_offset, cast: as for :func:`rms_norm`.
+
+    Returns:
+        y: (..., N), contiguous, of the dtype that :func:`rms_norm` would have.
+        sum: (..., N), contiguous, x's dtype: the residual stream behind the connection. Neither aliases an input.
+
+    Numerics:
+        The sum is rounded to x's dtype before it is normalised, as in eager. The gradient that comes back through the
+        sum is added to the norm's in float32 and rounded once; x and residual get the same tensor. Otherwise as
+        :func:`rms_norm`.
+
+    Raises:
+        UnsupportedDtypeError: an input is not floating point, or residual's dtype is not x's.
+        UnsupportedInputError: shapes, devices or ``cast`` don't fit.
+        DoubleBackwardError: a second derivative is asked for.
+
+    Source:
+        arXiv 2410.10989, equations 1-3; the residual connections of LlamaDecoderLayer of transformers.
+    """
+    return torch.ops.fusedops.add_rms_norm(x, residual, weight, eps, weight_offset=weight_offset, cast=cast)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Layer normalisation over the last dimension: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
+
+    Args:
+        x: (..., N) bf16|fp16|fp32|fp64, any strides; fastest where rows are contiguous.
+        weight: (N,) floating point, or None for no scaling.
+        bias: (N,) floating point, or None for no shift; either may be given without the other.
+        eps: added to the variance (over N, not N - 1), inside the root.
+
+    Returns:
+        y: (..., N), contiguous, x's dtype, never aliasing x.
+
+    Numerics:
+        Mean and variance are float32 (float64 for float64 inputs); the variance is of differences from the mean, so
+        that a large mean costs no digits. y is rounded once. The gradients of weight and bias are summed in float32
+        in a fixed order: bitwise the same from run to run.
+
+    Raises:
+        UnsupportedDtypeError: x, weight or bias is not floating point.
+        UnsupportedInputError: shapes or devices don't fit.
+        DoubleBackwardError: a second derivative is asked for.
+
+    Source:
+        arXiv 2410.10989, section 3.2; ``torch.nn.functional.layer_norm``, whose ``normalized_shape`` is N here.
+    """
+    return torch.ops.fusedops.layer_norm(x, weight, bias, eps)
 
 
 def cross_entropy(

@@ -4,15 +4,6 @@ from torch import Tensor
 
 from csrc_meta.rms_norm import rms_norm_backward_fake, rms_norm_fake
 from fusedops.kernels import norm
-from fusedops.kernels.norm import (
-    norm_bwd_kernel,
-    norm_bwd_wide_kernel,
-    norm_fwd_kernel,
-    norm_fwd_wide_kernel,
-    norm_parts_kernel,
-)
-
-__all__ = ["norm_bwd_kernel", "norm_bwd_wide_kernel", "norm_fwd_kernel", "norm_fwd_wide_kernel", "norm_parts_kernel"]
 
 
 def rms_norm_fwd(
