@@ -114,7 +114,7 @@ def test_second_derivative_raises(name, device):
     upstream = [u.requires_grad_() for u in several(upstream_like(output))]
     with pytest.raises(DoubleBackwardError, match="second derivative"):
         gradients = torch.autograd.grad(several(output), leaves(sample), upstream, create_graph=True)
-        torch.autograd.grad(sum(g.sum() for g in gradients), leaves(sample))
+        torch.autograd.grad(sum(g.sum() for g in gradients), (*leaves(sample), *upstream))
 
 
 @each_op
