@@ -65,8 +65,10 @@ class _GraphRewriter:
         # What covers more goes first: a loss with its projection before a loss on logits, a norm with its casts before
         # one without.
         for pattern in sorted(self.patterns(), key=lambda p: -p.size):
-            for node in list(self.gm.graph.nodes):
-                if node.op == "call_function" and node.target is pattern.outputs[0].target:
+            for node in places:
+                if (
+                    node in self.epochs and node.target is pattern.outputs[0].target
+                ):  # neither erased nor of another kind
                     site = self.try_pattern(pattern, node)
                     if site is not None:
                         sites.append((places[node], site))
@@ -160,6 +162,7 @@ class _GraphRewriter:
         for node in sorted(interior, reverse=True):
             if not node.users:
                 self.gm.graph.erase_node(node)
+                del self.epochs[node]
         return None
 
     def copy_before(self, place: Node, graph: Graph, inputs: list[Node], meta: dict[str, Any]) -> dict[Node, Node]:

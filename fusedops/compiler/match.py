@@ -243,7 +243,7 @@ def _different_dtype(want: Node, got: Node) -> list[str]:
 def _escaping(match: Match) -> str | None:
     """A value inside the pattern that something outside reads would still have to be computed."""
     covered = set(match.interior)
-    visible = {match.root, *match.observed}
+    visible = {*match.results, *match.observed}
     for node in match.interior:
         outside = next((u for u in node.users if u not in covered), None)
         if outside is not None and node not in visible:
