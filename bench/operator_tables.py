@@ -61,17 +61,17 @@ def _summary(case: dict[str, Any]) -> list[str]:
     mine, other = ours(case), fastest_peer(case)
     least = min((p for p in _timed(case) if p["name"] != OURS), key=lambda p: p["peak_mib"], default=None)
     return [
-        _number(mine and mine["device"]["median"], 3),
+        ms(mine),
         _share(case, mine),
         _floor_share(case) if case["floor"] else "-",
         other["name"] if other else "-",
-        _number(other and other["device"]["median"], 3),
+        ms(other),
         _share(case, other),
-        _number(mine and mine["peak_mib"], 0),
-        _number(other and other["peak_mib"], 0),
+        mib(mine),
+        mib(other),
         f"{least['peak_mib']:.0f}, {least['name']}" if least else "-",
-        _number(mine and mine["host_ms"], 2),
-        _number(other and other["host_ms"], 2),
+        _host(mine),
+        _host(other),
     ]
 
 
@@ -101,8 +101,16 @@ def _times(timing: dict[str, Any]) -> tuple[str, str]:
     return f"{timing['median']:.3f}", f"{timing['q20']:.3f}-{timing['q80']:.3f}"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def ms(peer: dict[str, Any] | None) -> str:
+    return f"{peer['device']['median']:.3f}" if peer else "-"
+
+
+def mib(peer: dict[str, Any] | None) -> str:
+    return f"{peer['peak_mib']:.0f}" if peer else "-"
+
+
+def _host(peer: dict[str, Any] | None) -> str:
+    return f"{peer['host_ms']:.2f}" if peer else "-"
 
 
 def _cells(case: dict[str, Any], peer: dict[str, Any]) -> list[str]:
@@ -112,5 +120,4 @@ def _cells(case: dict[str, Any], peer: dict[str, Any]) -> list[str]:
         return ["-", "-", "-", "-", "-", error, peer["failure"] or ""]
     method = peer["device"]["method"]
     note = peer["failure"] or ("" if method == "CUDA graph" else method)
-    memory, host = _number(peer["peak_mib"], 0), _number(peer["host_ms"], 2)
-    return [*_times(peer["device"]), _share(case, peer), memory, host, error, note]
+    return [*_times(peer["device"]), _share(case, peer), mib(peer), _host(peer), error, note]

@@ -6,11 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.operator_tables import fastest_peer
+from bench.operator_tables import fastest_peer, mib, ms
 from bench.peers.operator import COMPILE, EAGER, LIGER, OURS, TORCH
 
 # Okabe and Ito's colours, told apart by marker and line as well.
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     EAGER: {"color": "#999999", "marker": "s", "linestyle": "-"},
     TORCH: {"color": "#E69F00", "marker": "^", "linestyle": "-."},
     COMPILE: {"color": "#0072B2", "marker": "D", "linestyle": "--"},
@@ -57,21 +57,13 @@ def table(record: dict[str, Any]) -> Table:
     for panel, cases in panels(record):
         for case in cases:
             ours, eager, fastest = _peer(case, OURS), _peer(case, EAGER), fastest_peer(case)
-            cells = [panel["op"], f"{panel['axis']}, {panel['fixed']}", str(case["x"]), _ms(ours), _ms(eager)]
-            cells += [fastest["name"] if fastest else "-", _ms(fastest), _mib(ours), _mib(eager), _mib(fastest)]
+            cells = [panel["op"], f"{panel['axis']}, {panel['fixed']}", str(case["x"]), ms(ours), ms(eager)]
+            cells += [fastest["name"] if fastest else "-", ms(fastest), mib(ours), mib(eager), mib(fastest)]
             result.add_row(*cells)
     for case in record["not_run"]:
         panel = case["panel"]
         result.add_row(panel["op"], f"{panel['axis']}, {panel['fixed']}", str(case["x"]), "not run", *[""] * 6)
     return result
-
-
-def _ms(peer: dict[str, Any] | None) -> str:
-    return f"{peer['device']['median']:.3f}" if peer else "-"
-
-
-def _mib(peer: dict[str, Any] | None) -> str:
-    return f"{peer['peak_mib']:.0f}" if peer else "-"
 
 
 def caption(record: dict[str, Any]) -> str:
