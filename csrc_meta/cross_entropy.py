@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from csrc_meta import checks
+from csrc_meta import checks, donation
 from csrc_meta.registry import composite, primitive
 from csrc_meta.spec import Sample, Spec
 
@@ -138,20 +138,38 @@ def cross_entropy_backward_ref(
     return row_gradients_ref(upstream, logits, labels, stats, ignore_index, label_smoothing, dlogits)
 
 
+def cross_entropy_backward_mutating_ref(
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    stats: Tensor,
+    count: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    upstream = dloss / count if reduction == "mean" else dloss
+    row_gradients_ref(upstream, logits, labels, stats, ignore_index, label_smoothing, logits)
+
+
 def _setup_context(ctx, inputs, output) -> None:
     logits, labels, ctx.ignore_index, ctx.reduction, ctx.label_smoothing = inputs
     _, stats, count = output
-    ctx.save_for_backward(logits, labels, stats, count)
+    donation.save(ctx, logits, labels, stats, count)
     ctx.mark_non_differentiable(stats, count)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dloss, _dstats, _dcount):
-    dlogits = None
-    if dloss is not None:
-        dlogits = ops.cross_entropy_backward(
-            dloss, *ctx.saved_tensors, ctx.ignore_index, ctx.reduction, ctx.label_smoothing
-        )
+    if dloss is None:
+        return (None,) * 5
+    (logits, *saved), (dead,) = donation.unpack(ctx, dloss)
+    args = (dloss, logits, *saved, ctx.ignore_index, ctx.reduction, ctx.label_smoothing)
+    if dead:
+        ops.cross_entropy_backward_(*args)
+        dlogits = logits.detach()
+    else:
+        dlogits = ops.cross_entropy_backward(*args)
     return dlogits, None, None, None, None
 
 
@@ -181,6 +199,14 @@ primitive(
     check=_check_backward,
     fake=cross_entropy_backward_fake,
     reference=cross_entropy_backward_ref,
+    flops=_no_flops,
+)
+primitive(
+    "cross_entropy_backward_(Tensor dloss, Tensor(a!) logits, Tensor labels, Tensor stats, Tensor count,"
+    " int ignore_index, str reduction, float label_smoothing) -> ()",
+    check=_check_backward,
+    fake=lambda *args: None,
+    reference=cross_entropy_backward_mutating_ref,
     flops=_no_flops,
 )
 composite(

@@ -4,9 +4,9 @@ An operator users call is *composite*: plain Python that reads ``requires_grad``
 below it. A *primitive* operator is opaque to the compiler: it has a fake kernel, a CPU reference, kernels for other
 devices registered by :mod:`fusedops.kernels`, and an autograd formula (or one that raises, for backward operators).
 
-A primitive may also be a *mutating variant*: ``<name>_`` takes the arguments of ``<name>`` and, rather than return new
-tensors, writes its results into those of its arguments that its schema marks ``(a!)``. Formulas call it on dead tensors
-(:mod:`csrc_meta.donation`). It has no autograd formula: differentiating it raises.
+A primitive may also be a *mutating variant*: ``<name>_`` takes the arguments of ``<name>`` but its ``output_mask``, and
+writes what that returns, all of it, into those of its arguments that its schema marks ``(a!)``. Formulas call it on dead
+tensors (:mod:`csrc_meta.donation`). It has no autograd formula: differentiating it raises.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """How operators run on a GPU. Triton is imported when the first kernel is launched, not before.
 
 Launchers are found by name, so that a new operator adds no line here. The primitive operator ``<op>_forward`` of
-``csrc_meta/<op>.py`` is launched by ``<op>_fwd`` in ``fusedops/kernels/<op>.py``, ``<op>_backward`` by ``<op>_bwd``, and
-any other ``<op>_<verb>`` by the function of that very name. A launcher takes the operator's arguments as they come.
+``csrc_meta/<op>.py`` is launched by ``<op>_fwd`` in ``fusedops/kernels/<op>.py``, ``<op>_backward`` by ``<op>_bwd``, its
+mutating variant ``<op>_backward_`` by ``<op>_bwd_``, and any other ``<op>_<verb>`` by the function of that very name. A
+launcher takes the operator's arguments as they come.
 """
 
 import functools
@@ -16,6 +17,7 @@ import torch
 
 from csrc_meta import SPECS, registry
 
+LAUNCHER_VERBS = {"_forward": "_fwd", "_backward": "_bwd", "_backward_": "_bwd_"}
 GPU_KEYS = ("CUDA", "XPU")  # ROCm builds of torch dispatch on CUDA too
 
 # torch forgets a kernel when the library that registered it is collected: the handles outlive a reload of this module.
@@ -42,7 +44,7 @@ def launcher_name(primitive: str) -> tuple[str, str]:
     """Module and function that launch a primitive operator."""
     op = max((op for op in SPECS if primitive.startswith(f"{op}_")), key=len)
     verb = primitive.removeprefix(op)
-    return f"{__name__}.{op}", op + {"_forward": "_fwd", "_backward": "_bwd"}.get(verb, verb)
+    return f"{__name__}.{op}", op + LAUNCHER_VERBS.get(verb, verb)
 
 
 def _launcher(primitive: str) -> Callable[..., Any]:

@@ -188,3 +188,17 @@ def cross_entropy_bwd(
     upstream = dloss / count if reduction == "mean" else dloss
     out = logits.new_empty(logits.shape)
     return row_gradients(upstream, logits, labels, stats, ignore_index, label_smoothing, out)
+
+
+def cross_entropy_bwd_(
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    stats: Tensor,
+    count: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    upstream = dloss / count if reduction == "mean" else dloss
+    row_gradients(upstream, logits, labels, stats, ignore_index, label_smoothing, logits)

@@ -1,5 +1,6 @@
 """How launchers are found and registered, and what importing fusedops costs."""
 
+import functools
 import importlib
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from csrc_meta import registry
+from csrc_meta.errors import DoubleBackwardError
 from fusedops import kernels
 from tests.conftest import INTERPRETED
 
@@ -66,10 +68,39 @@ def test_every_primitive_has_a_launcher(name, key):
 def test_launcher_names():
     assert kernels.launcher_name("rms_norm_forward") == ("fusedops.kernels.rms_norm", "rms_norm_fwd")
     assert kernels.launcher_name("cross_entropy_backward") == ("fusedops.kernels.cross_entropy", "cross_entropy_bwd")
+    assert kernels.launcher_name("cross_entropy_backward_") == ("fusedops.kernels.cross_entropy", "cross_entropy_bwd_")
     assert kernels.launcher_name("linear_cross_entropy_scale") == (
         "fusedops.kernels.linear_cross_entropy",
         "linear_cross_entropy_scale",
     )
+
+
+MUTATING = [name for name in registry.primitives() if getattr(torch.ops.fusedops, name).default._schema.is_mutable]
+
+
+@pytest.mark.parametrize("name", MUTATING)
+def test_mutating_variants_take_the_arguments_of_their_operators(name):
+    schemas = [getattr(torch.ops.fusedops, n).default._schema for n in (name, name.removesuffix("_"))]
+    mutating, functional = (
+        [(a.name, str(a.type)) for a in schema.arguments if a.name != "output_mask"] for schema in schemas
+    )
+    assert mutating == functional
+    assert not schemas[0].returns
+
+
+def test_differentiating_a_mutating_variant_raises(device):
+    """It has no formula, and without one of ours torch would leave its gradient out in silence."""
+    leaf = torch.randn(3, 5, device=device).requires_grad_()
+    one, labels, stats = torch.ones((), device=device), torch.zeros(3, device=device).long(), leaf.new_zeros(2, 3)
+    call = functools.partial(torch.ops.fusedops.cross_entropy_backward_, one)
+    logits = leaf * 1.0
+    with pytest.raises(DoubleBackwardError):
+        call(logits, labels, stats, one, -100, "mean", 0.0)
+    saved = leaf.exp()
+    with torch.no_grad():
+        call(saved, labels, stats, one, -100, "mean", 0.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
 
 
 def test_registering_again_is_harmless(device):
