@@ -1,11 +1,22 @@
 """The operators as functions, for models of one's own. Leading arguments are positional, the rest are keywords."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import csrc_meta  # noqa: F401  (defines torch.ops.fusedops)
 
-__all__ = ["add_rms_norm", "cross_entropy", "layer_norm", "linear_cross_entropy", "rms_norm"]
+__all__ = [
+    "add_rms_norm",
+    "cross_entropy",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rotary_embedding",
+    "swiglu",
+]
 
 
 def rms_norm(
@@ -105,6 +116,107 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         arXiv 2410.10989, section 3.2; ``torch.nn.functional.layer_norm``, whose ``normalized_shape`` is N here.
     """
     return torch.ops.fusedops.layer_norm(x, weight, bias, eps)
+
+
+def rotary_embedding(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    sections: Sequence[int] | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotary position embedding: each pair (x1, x2) of columns becomes (x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2).
+
+    Args:
+        q: (B, Hq, T, D) bf16|fp16|fp32|fp64, any strides; fastest where columns are contiguous, as in transposed views
+            of (B, T, Hq, D) and slices of a packed projection.
+        k: (B, Hk, T, D), the dtype of q, or None.
+        cos, sin: (1|B, T, R) floating point of any dtype, any strides; R is even and at most D. Columns from R on pass
+            unchanged. Each column has its own factor: cos1 and cos2 are those of the columns of x1 and x2.
+        interleaved: pairs are the columns (2 j, 2 j + 1) rather than (j, j + R / 2).
+        sections: sizes that sum to R / 2, for tables of shape (len(sections), 1|B, T, R): pair j takes the table of the
+            section that j falls into (mRoPE). Not with ``interleaved``.
+        memory_format: ``torch.contiguous_format``, or None or ``torch.preserve_format`` for the strides of
+            ``torch.empty_like(q)``.
+
+    Returns:
+        q: (B, Hq, T, D) and k: (B, Hk, T, D) of their dtype, or None for no k. Neither aliases an input.
+
+    Numerics:
+        Computed in float32 (float64 if an input is float64) whatever the dtype of the tables, and rounded once. The
+        gradients of q and k are laid out in memory as q and k are. If cos or sin requires grad, plain PyTorch operators
+        run instead, which differentiate tables too, and twice.
+
+    Raises:
+        UnsupportedDtypeError: an input is not floating point, or k's dtype is not q's, or sin's not cos's.
+        UnsupportedInputError: shapes, devices, sections or ``memory_format`` don't fit.
+        DoubleBackwardError: a second derivative is asked for.
+
+    Source:
+        RoFormer (arXiv 2104.09864), equation 34; arXiv 2410.10989, section 3.2. ``apply_rotary_pos_emb`` of
+        transformers' Llama (halves) and Cohere (interleaved), ``apply_multimodal_rotary_pos_emb`` of Qwen2-VL.
+    """
+    rotated_q, rotated_k = torch.ops.fusedops.rotary_embedding(
+        q, k, cos, sin, interleaved=interleaved, sections=sections, memory_format=memory_format
+    )
+    return rotated_q, None if k is None else rotated_k
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Gated linear unit with SiLU: y = silu(gate) * up, silu(x) = x / (1 + exp(-x)).
+
+    Args:
+        gate: (..., I) bf16|fp16|fp32|fp64, any strides; fastest where rows are contiguous.
+        up: the shape and dtype of gate; or None, where gate is (..., 2 I) and holds both as halves of its rows.
+
+    Returns:
+        y: (..., I), contiguous, gate's dtype, never aliasing an input.
+
+    Numerics:
+        The activation is computed in float32 (float64 for float64 inputs) and rounded to gate's dtype before it meets
+        up, as in eager. The backward pass computes it again from gate and up, in float32, and rounds each gradient
+        once. In an eager backward pass the gradients take over the memory of gate and up where these are intermediate
+        results that nobody can read again; otherwise gate and up stay as they are.
+
+    Raises:
+        UnsupportedDtypeError: gate is not floating point, or up's dtype is not gate's.
+        UnsupportedInputError: shapes or devices don't fit.
+        DoubleBackwardError: a second derivative is asked for.
+
+    Source:
+        arXiv 2002.05202, equation 6; arXiv 2410.10989, section 3.2. LlamaMLP and, with one tensor, Phi3MLP of
+        transformers.
+    """
+    return torch.ops.fusedops.swiglu(gate, up)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+    """Gated linear unit with GELU: y = gelu(gate) * up, gelu(x) = x * (1 + erf(x / sqrt(2))) / 2.
+
+    Args:
+        gate: (..., I) bf16|fp16|fp32|fp64, any strides; fastest where rows are contiguous.
+        up: the shape and dtype of gate; or None, where gate is (..., 2 I) and holds both as halves of its rows.
+        approximate: "none", or "tanh" for gelu(x) = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2, as
+            ``torch.nn.functional.gelu`` has it.
+
+    Returns:
+        y: (..., I), contiguous, gate's dtype, never aliasing an input.
+
+    Numerics:
+        As :func:`swiglu`.
+
+    Raises:
+        UnsupportedDtypeError: gate is not floating point, or up's dtype is not gate's.
+        UnsupportedInputError: shapes, devices or ``approximate`` don't fit.
+        DoubleBackwardError: a second derivative is asked for.
+
+    Source:
+        arXiv 2002.05202, equation 6; arXiv 2410.10989, section 3.2. GemmaMLP of transformers ("tanh").
+    """
+    return torch.ops.fusedops.geglu(gate, up, approximate=approximate)
 
 
 def cross_entropy(
