@@ -43,5 +43,5 @@ SPEC = Spec(
     bytes_moved=gated.bytes_moved,
     # By tanh: its argument 5, tanh 5, three products; backward: the same 10, the derivative 9, products with dy and up 3.
     flops=lambda gate, up=None, **kwargs: gated.elements(gate, up) * (13 + 22),
-    source="arXiv 2410.10989, section 3.1 (GeGLU); transformers GemmaMLP, Gemma2MLP (tanh)",
+    source="arXiv 2002.05202, equation 5; arXiv 2410.10989, section 3.2; transformers GemmaMLP, Gemma2MLP (tanh)",
 )

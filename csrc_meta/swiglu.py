@@ -31,5 +31,5 @@ SPEC = Spec(
     bytes_moved=gated.bytes_moved,
     # sigmoid 4 and two products; backward: sigmoid 4, silu's derivative 4, products with dy and up 3.
     flops=lambda gate, up=None: gated.elements(gate, up) * (6 + 11),
-    source="arXiv 2410.10989, section 3.1 (SwiGLU); transformers LlamaMLP, Phi3MLP (packed)",
+    source="arXiv 2002.05202, equation 5; arXiv 2410.10989, section 3.2; transformers LlamaMLP, Phi3MLP (packed)",
 )

@@ -187,7 +187,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         DoubleBackwardError: a second derivative is asked for.
 
     Source:
-        arXiv 2002.05202, equation 6; arXiv 2410.10989, section 3.2. LlamaMLP and, with one tensor, Phi3MLP of
+        arXiv 2002.05202, equation 5; arXiv 2410.10989, section 3.2. LlamaMLP and, with one tensor, Phi3MLP of
         transformers.
     """
     return torch.ops.fusedops.swiglu(gate, up)
@@ -214,7 +214,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
         DoubleBackwardError: a second derivative is asked for.
 
     Source:
-        arXiv 2002.05202, equation 6; arXiv 2410.10989, section 3.2. GemmaMLP of transformers ("tanh").
+        arXiv 2002.05202, equation 5; arXiv 2410.10989, section 3.2. GemmaMLP of transformers ("tanh").
     """
     return torch.ops.fusedops.geglu(gate, up, approximate=approximate)
 
