@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fusedops
 from fusedops.compiler.backend import Settings, compile_graph
@@ -20,16 +20,31 @@ SIZES = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
+    pad_token_id=0,
     use_cache=False,
 )
-MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "gemma": (GemmaForCausalLM, GemmaConfig)}
-SITES = {"linear_cross_entropy": 1, "rms_norm": 5}
+# Operators that a tiny model of two layers becomes. The first norm alone follows no addition.
+_LLAMA = {"add_rms_norm": 4, "linear_cross_entropy": 1, "rms_norm": 1, "rotary_embedding": 2, "swiglu": 2}
+SITES = {
+    "llama": _LLAMA,
+    "gemma": {"geglu" if op == "swiglu" else op: n for op, n in _LLAMA.items()},
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA | {"rms_norm": 5},  # queries and keys are normalised
+    "phi3": _LLAMA,
+    "gpt_neox": {"layer_norm": 5, "linear_cross_entropy": 1, "rotary_embedding": 2},
+    "gpt2": {"layer_norm": 5, "cross_entropy": 1},  # its graph breaks between projection and loss
+}
 
 
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **config) -> nn.Module:
     torch.manual_seed(0)
-    model, config_class = MODELS[name]
-    return model(config_class(**(SIZES | config))).to(DEVICE, dtype)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SIZES | config))).to(DEVICE, dtype)
+
+
+def sites(name: str = "llama", **other: int) -> dict[str, int]:
+    """The operators of a tiny model, with another number of some of them."""
+    return {op: n for op, n in sorted((SITES[name] | other).items()) if n}
 
 
 def compiled(model: Callable, report: fusedops.Report | None = None, disable=(), **kwargs) -> Callable:

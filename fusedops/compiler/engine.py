@@ -96,14 +96,14 @@ class _GraphRewriter:
                 reason = self.decline(found) or self.replace(found)
                 if reason is None:
                     return Site(rule.name, rule.op, module_path(node))
-                found = Mismatch(reason, tuple(found.interior), complete=True)
+                found = Mismatch(reason, found, complete=True)
             self.remember(rule, found)
         return None
 
     def remember(self, rule: Rule, mismatch: Mismatch) -> None:
         """Keep the reason of the attempt that covered most of an anchor's surroundings."""
-        for node in mismatch.nodes:
-            if node.op == "call_function" and node.target is rule.anchor:
+        for node in mismatch.match.interior:  # not its operands, which may be anything
+            if node.target is rule.anchor:
                 known = self.attempts.get(node)
                 if known is None or mismatch.coverage > known.coverage:
                     self.attempts[node] = mismatch

@@ -79,13 +79,13 @@ class Mismatch:
     """Why a pattern does not fit. The further it got, the more its reason says about the site."""
 
     reason: str
-    nodes: tuple[Node, ...]
+    match: Match
     complete: bool = False
 
     @property
     def coverage(self) -> tuple[bool, int]:
         """Orders mismatches: one that the whole pattern led to tells more than one on the way."""
-        return self.complete, len(self.nodes)
+        return self.complete, len(self.match.nodes)
 
 
 def matches(pattern: Pattern, node: Node) -> Iterator[Match | Mismatch]:
@@ -99,9 +99,9 @@ def matches(pattern: Pattern, node: Node) -> Iterator[Match | Mismatch]:
     for found in search.outputs(pattern.outputs, [node], Match(pattern)):
         fits = True
         reason = found.differences[0] if found.differences else _escaping(found) or _torn(found)
-        yield Mismatch(reason, tuple(found.interior), complete=True) if reason else found
+        yield Mismatch(reason, found, complete=True) if reason else found
     if not fits:
-        yield Mismatch(search.reason, search.reached)
+        yield search.furthest
 
 
 def arguments(node: Node) -> list[Any]:
@@ -147,12 +147,11 @@ class _Search:
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
-        self.reason = ""
-        self.reached: tuple[Node, ...] = ()
+        self.furthest = Mismatch("", Match(pattern))
 
     def fail(self, match: Match, reason: str) -> None:
-        if len(match.nodes) > len(self.reached) or not self.reason:
-            self.reason, self.reached = reason, tuple(match.nodes.values())
+        if len(match.nodes) > len(self.furthest.match.nodes) or not self.furthest.reason:
+            self.furthest = Mismatch(reason, match)
 
     def outputs(self, wanted: Sequence[Node], around: Iterable[Node], match: Match) -> Iterator[Match]:
         """Cover outputs one after the other, each at one of the given nodes if no other has led to it."""
@@ -213,7 +212,8 @@ class _Search:
         name = self.pattern.names[want]
         value = got.meta.get("val") if isinstance(got, Node) else None
         if type(value) is not FakeTensor:
-            self.fail(match, f"{name}: expected a plain tensor, found {_name(got)} ({type(value).__name__})")
+            found = _name(got) + (f" ({type(value).__name__})" if isinstance(got, Node) else "")
+            self.fail(match, f"{name}: expected a plain tensor, found {found}")
             return
         match = match.copy()
         match.nodes[want] = got

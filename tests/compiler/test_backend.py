@@ -11,8 +11,11 @@ from torch import nn
 import fusedops
 from fusedops.compiler import backend
 from tests.conftest import DEVICE
-from tests.rewriting import SITES, compiled, distance, step, tiny, tokens
+from tests.rewriting import compiled, distance, sites, step, tiny, tokens
 
+# Under autocast a residual of float32 is added to a bfloat16 result, and float32 tables rotate bfloat16 queries to float32
+# ones: eager's promotions, which these operators don't make.
+AUTOCAST = {"add_rms_norm": 0, "rms_norm": 5, "rotary_embedding": 0}
 FP32 = 1e-5  # relative distance of gradients that differ in the order of float32 sums
 
 
@@ -40,12 +43,12 @@ def trained_alike(
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_trains_alike(name) -> None:
     report = trained_alike(tiny(name))
-    assert report.counts() == SITES and not report.declined and report.graphs == 1
+    assert report.counts() == sites(name) and not report.declined and report.graphs == 1
 
 
 @pytest.mark.parametrize("count", [20, torch.tensor(20)], ids=["int", "tensor"])
 def test_num_items_in_batch(count) -> None:
-    assert trained_alike(tiny(), num_items_in_batch=count).counts() == SITES
+    assert trained_alike(tiny(), num_items_in_batch=count).counts() == sites()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
@@ -54,7 +57,8 @@ def test_activation_checkpointing(name, reentrant) -> None:
     model = tiny(name).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     report = trained_alike(model)
-    assert report.counts() == SITES
+    # The sum at the end of a layer and the norm at the beginning of the next are in two bodies.
+    assert report.counts() == sites(name, add_rms_norm=2, rms_norm=3)
     kept = [str(n.target) for gm in report.graph_modules for n in gm.graph.nodes if "checkpoint" in str(n.target)]
     assert reentrant or len(kept) == 2  # one call for each layer is still a checkpoint
 
@@ -62,7 +66,7 @@ def test_activation_checkpointing(name, reentrant) -> None:
 def test_autocast_around_the_call() -> None:
     bf16 = 0.02
     report = trained_alike(tiny(), tolerance=bf16, around=lambda: torch.autocast(DEVICE.type, torch.bfloat16))
-    assert report.counts() == SITES
+    assert report.counts() == sites(**AUTOCAST)
 
 
 def test_autocast_inside_the_graph() -> None:
@@ -73,7 +77,7 @@ def test_autocast_inside_the_graph() -> None:
             return model(**kwargs)
 
     report = trained_alike(model, tolerance=0.02, call=call)
-    assert report.counts() == SITES
+    assert report.counts() == sites(**AUTOCAST)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
@@ -87,7 +91,7 @@ def test_autocast_inside_the_graph_around_checkpointed_layers(name) -> None:
             return model(**kwargs)
 
     report = trained_alike(model, tolerance=0.02, call=call)
-    assert report.counts() == SITES
+    assert report.counts() == sites(name, **AUTOCAST)
     linears = [
         n.meta["val"].dtype
         for gm in report.graph_modules
@@ -102,12 +106,12 @@ def test_patterns_know_nothing_of_the_first_compilation() -> None:
     """In a fresh process, where the first compilation is under autocast and inference mode, and a later one is not."""
     script = """
 import torch, fusedops
-from tests.rewriting import SITES, rewritten, tiny, tokens
+from tests.rewriting import sites, rewritten, tiny, tokens
 model, ids = tiny(), tokens()
 with torch.autocast(ids.device.type, torch.bfloat16), torch.no_grad():
-    assert rewritten(model, ids, labels=ids).counts() == SITES
-assert rewritten(model, ids, labels=ids).counts() == SITES
-assert rewritten(model.to(torch.bfloat16), ids, labels=ids).counts() == SITES
+    assert rewritten(model, ids, labels=ids).counts()["swiglu"] == 2
+assert rewritten(model, ids, labels=ids).counts() == sites()
+assert rewritten(model.to(torch.bfloat16), ids, labels=ids).counts() == sites()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -151,7 +155,7 @@ def test_gradient_accumulation() -> None:
 
 def test_tied_embeddings() -> None:
     model = tiny(tie_word_embeddings=True)
-    assert trained_alike(model).counts() == SITES
+    assert trained_alike(model).counts() == sites()
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -168,15 +172,15 @@ def test_hidden_states_and_no_labels() -> None:
     trained_alike(model, output_hidden_states=True)
     report, ids = fusedops.Report(), tokens()
     torch.testing.assert_close(compiled(model, report)(ids).logits, model(ids).logits)
-    assert report.counts() == {"rms_norm": 5}
+    assert report.counts() == sites(linear_cross_entropy=0)
 
 
 def test_disable() -> None:
     report = trained_alike(tiny(), compile_kwargs={"disable": ["rms_norm"]})
-    assert report.counts() == {"linear_cross_entropy": 1}
+    assert report.counts() == sites(rms_norm=0)
     assert {d.reason for d in report.declined} == {"rms_norm is disabled by options"}
-    report = trained_alike(tiny(), compile_kwargs={"disable": ["linear_cross_entropy"]})
-    assert report.counts() == {"cross_entropy": 1, "rms_norm": 5}
+    report = trained_alike(tiny(), compile_kwargs={"disable": ["linear_cross_entropy", "add_rms_norm"]})
+    assert report.counts() == sites(cross_entropy=1, linear_cross_entropy=0, rms_norm=5, add_rms_norm=0)
 
 
 def test_grad_mode_left_switched_by_the_graph() -> None:
@@ -212,7 +216,7 @@ def test_whole_training_step_with_its_optimizer() -> None:
         step_once = wrap(train)
         losses.append([step_once(ids).item() for _ in range(3)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert reports.counts() == SITES and not reports.failures
+    assert reports.counts() == sites() and not reports.failures
 
 
 def test_int32_labels_are_refused_as_eager_refuses_them() -> None:

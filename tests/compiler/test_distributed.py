@@ -10,7 +10,7 @@ PRELUDE = """
 import os, warnings
 import torch, torch.distributed as dist
 import fusedops
-from tests.rewriting import SITES, compiled, distance, tiny, tokens
+from tests.rewriting import sites, compiled, distance, tiny, tokens
 warnings.simplefilter("error", fusedops.FusedopsWarning)
 store = dist.HashStore()
 dist.init_process_group("gloo", rank=0, world_size=1, store=store)
@@ -25,7 +25,7 @@ dist._DEFAULT_FIRST_BUCKET_BYTES = 4096
 call = compiled(torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02), report)
 call(input_ids=ids, labels=ids).loss.backward()
 assert report.graphs > 1, "one bucket: nothing was split"
-assert report.counts() == SITES, report
+assert report.counts() == sites(), report
 """
 
 FSDP2 = """

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fusedops
-from tests.rewriting import SITES, rewritten, tiny, tokens
+from tests.rewriting import rewritten, sites, tiny, tokens
 
 
 class TwoNorms(nn.Module):
@@ -48,8 +48,8 @@ Declined
 def test_explain_is_structured() -> None:
     ids = tokens()
     report = rewritten(tiny(), input_ids=ids, labels=ids)
-    assert report.counts() == SITES and report.graphs == 1
-    norms = [s.module for s in report.sites if s.op == "rms_norm"]
+    assert report.counts() == sites() and report.graphs == 1
+    norms = [s.module for s in report.sites if "rms_norm" in s.op]
     assert norms == [
         "model.layers.0.input_layernorm",
         "model.layers.0.post_attention_layernorm",
@@ -57,7 +57,7 @@ def test_explain_is_structured() -> None:
         "model.layers.1.post_attention_layernorm",
         "model.norm",
     ]
-    assert sum("fusedops" in str(n.target) for n in report.graph_modules[0].graph.nodes) == 6
+    assert sum("fusedops" in str(n.target) for n in report.graph_modules[0].graph.nodes) == len(report.sites) == 10
 
 
 @pytest.mark.parametrize("how", ["module.compile", "torch.compile", "function"])
@@ -71,7 +71,7 @@ def test_explain_looks_into_what_is_compiled_already(how) -> None:
         compiled = torch.compile(model if how == "torch.compile" else model.forward, backend="eager")
     compiled(input_ids=ids, labels=ids)
     report = fusedops.explain(compiled, input_ids=ids, labels=ids)
-    assert report.counts() == SITES
+    assert report.counts() == sites()
     assert report.sites[0].module == "model.layers.0.input_layernorm"
 
 

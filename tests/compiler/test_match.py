@@ -77,7 +77,9 @@ def test_no_operand_is_computed_from_a_result(scale) -> None:
         return total.sin() * scale(total)
 
     _, report = applied(function, TWO_RESULTS)
-    assert not report.sites and report.declined[0].reason == "one of its results is read before all its inputs are there"
+    assert (
+        not report.sites and report.declined[0].reason == "one of its results is read before all its inputs are there"
+    )
 
 
 # Two results that only an operand holds together, and one of them alone.

@@ -5,7 +5,7 @@ import torch
 
 import fusedops
 from tests.conftest import DEVICE
-from tests.rewriting import SITES, distance, step, tiny, tokens
+from tests.rewriting import distance, sites, step, tiny, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def test_modes_train_alike(mode) -> None:
         torch.testing.assert_close(out.loss.detach().clone(), expected.loss.detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(out.logits.detach().clone(), expected_logits, rtol=1e-5, atol=1e-5)
         assert distance(expected_gradients, gradients) < 1e-5
-    assert mode != "default" or report.counts() == SITES
+    assert mode != "default" or report.counts() == sites()
 
 
 def test_foreign_triton_kernel_reads_logits() -> None:
