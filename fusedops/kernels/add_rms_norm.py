@@ -10,7 +10,7 @@ def add_rms_norm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, total, rstd = add_rms_norm_fake(x, residual, weight, eps, weight_offset, cast)
-    norm.forward(x, residual, weight, None, total, y, None, rstd, eps, weight_offset, cast)
+    norm.forward("add_rms_norm", x, residual, weight, None, total, y, None, rstd, eps, weight_offset, cast)
     return y, total, rstd
 
 
@@ -26,5 +26,5 @@ def add_rms_norm_bwd(
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = add_rms_norm_backward_fake(dy, dsum, total, weight, rstd, weight_offset, cast, output_mask)
     wanted = dx if output_mask[0] else None, dweight if output_mask[1] and weight is not None else None
-    norm.backward(dy, dsum, total, weight, None, rstd.contiguous(), *wanted, None, weight_offset, cast)
+    norm.backward("add_rms_norm", dy, dsum, total, weight, None, rstd.contiguous(), *wanted, None, weight_offset, cast)
     return dx, dweight

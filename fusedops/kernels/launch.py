@@ -27,9 +27,9 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **options: Any) -
     if device.type == "cpu":  # the interpreter, or a recorder in place of the launch
         kernel[(programs,)](*args, **options)
         return
-    key = (kernel.fn, device.index, *map(_kind, args), *options.values())
+    key = (kernel.fn, device.index, *options.values(), *map(_kind, args))
+    known = _compiled.get(key)
     with _current(device):
-        known = _compiled.get(key)
         if known is None:
             compiled = kernel[(programs,)](*args, **options)
             constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
@@ -40,11 +40,11 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **options: Any) -
 
 def _kind(argument: Any) -> Any:
     """All that Triton may compile into a kernel of an argument that is no constant."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
+    if argument is None:
+        return None
+    if type(argument) is int:
         return argument % 16 == 0, argument == 1, -(2**31) <= argument < 2**31
-    return type(argument)
+    return argument.dtype, argument.data_ptr() % 16 == 0
 
 
 def _current(device: torch.device) -> AbstractContextManager:
@@ -62,6 +62,15 @@ def processors(device: torch.device) -> int:
     if device.type == "cpu":
         return INTERPRETER_PROCESSORS
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["multiprocessor_count"]
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is no smaller than n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def as_rows(t: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from fusedops.kernels import norm
 
 def layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = layer_norm_fake(x, weight, bias, eps)
-    norm.forward(x, None, weight, bias, None, y, mean, rstd, eps, 0.0, "once")
+    norm.forward("layer_norm", x, None, weight, bias, None, y, mean, rstd, eps, 0.0, "once")
     return y, mean, rstd
 
 
@@ -24,5 +24,5 @@ def layer_norm_bwd(
     results = layer_norm_backward_fake(dy, x, weight, bias, mean, rstd, output_mask)
     inputs = zip(results, (x, weight, bias), output_mask, strict=True)
     wanted = [result if mask and t is not None else None for result, t, mask in inputs]
-    norm.backward(dy, None, x, weight, mean.contiguous(), rstd.contiguous(), *wanted, 0.0, "once")
+    norm.backward("layer_norm", dy, None, x, weight, mean.contiguous(), rstd.contiguous(), *wanted, 0.0, "once")
     return results

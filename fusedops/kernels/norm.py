@@ -9,12 +9,15 @@ registers are read once. Wider ones are walked in blocks of columns, each time a
 compile-time constant (a model has two or three), M is not.
 """
 
+import functools
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fusedops.kernels import tuned
-from fusedops.kernels.launch import as_rows, contiguous, launch, processors
+from fusedops.kernels.launch import as_rows, cdiv, contiguous, launch, power_of_2, processors
 
 # Widest rows held in registers without spilling: columns forward, bytes of x backward, which holds x, dy, dw and db.
 FORWARD_COLUMNS = 16384
@@ -26,7 +29,7 @@ WIDE_FORWARD = {"BLOCK_M": 1, "BLOCK_N": 8192, "num_warps": 16}
 WIDE_BACKWARD = {"BLOCK_M": 4, "BLOCK_N": 2048, "num_warps": 8}
 WARPS_PER_PROCESSOR = 16  # of the backward pass: more write more parts of dw, fewer wait for memory
 # Tiles of the second stage: parts of dw by columns.
-PARTS_BLOCK_P, PARTS_BLOCK_N = 32, 32
+PARTS = {"BLOCK_P": 32, "BLOCK_N": 32, "num_warps": 4}
 
 
 @triton.jit
@@ -207,6 +210,24 @@ def _normalised(x, mean_ptr, rstd, rows, M, columns, N: tl.constexpr, BLOCK_N: t
     return wide * rstd
 
 
+@triton.jit
+def _scaled(
+    dy,
+    w_ptr,
+    columns,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CAST: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """g = dy * (offset + w). w comes from the cache for every tile: held, it would take the registers of wide rows."""
+    g = dy.to(WIDE)
+    if w_ptr is not None:
+        g *= _scale(w_ptr, columns, N, BLOCK_N, OFFSET, CAST, g)
+    return g
+
+
 @triton.jit(do_not_specialize=["M"])
 def norm_bwd_kernel(
     dy_ptr,
@@ -229,6 +250,7 @@ def norm_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + ds, xhat = (x - mean) * rstd, g = dy * (offset + w).
 
@@ -247,21 +269,28 @@ def norm_bwd_kernel(
         rows = _rows(tile, BLOCK_M)
         mask = _mask(rows, columns, M, N, BLOCK_M, BLOCK_N)
         x = tl.load(x_ptr + rows * x_stride_m + columns, mask=mask, other=0.0)
-        dy = tl.load(dy_ptr + rows * dy_stride_m + columns, mask=mask, other=0.0).to(WIDE)
+        dy = tl.load(dy_ptr + rows * dy_stride_m + columns, mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        if dx_ptr is not None:
+            xhat = _normalised(x, mean_ptr, rstd, rows, M, columns, N, BLOCK_N)
+            g = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE)
+            product = tl.sum(g * xhat, 1, keep_dims=True) / N
+            if mean_ptr is not None:
+                gradient = tl.sum(g, 1, keep_dims=True) / N
+            if RELOAD:
+                # Out of the first-level cache: held until both sums are known, they would take the registers that dw
+                # and db need. Another eviction policy makes them other loads to the compiler.
+                x = tl.load(x_ptr + rows * x_stride_m + columns, mask=mask, other=0.0, eviction_policy="evict_first")
+                dy = tl.load(dy_ptr + rows * dy_stride_m + columns, mask=mask, other=0.0, eviction_policy="evict_first")
         xhat = _normalised(x, mean_ptr, rstd, rows, M, columns, N, BLOCK_N)
         if dw_ptr is not None:
-            dw += dy * _round(xhat, x.dtype, CAST)
+            dw += dy.to(WIDE) * _round(xhat, x.dtype, CAST)
         if db_ptr is not None:
-            db += dy
+            db += dy.to(WIDE)
         if dx_ptr is not None:
-            g = dy
-            if w_ptr is not None:
-                # From the cache for every tile: held, it would take the registers that wide rows need.
-                g *= _scale(w_ptr, columns, N, BLOCK_N, OFFSET, CAST, dy)
-            dx = g - xhat * (tl.sum(g * xhat, 1, keep_dims=True) / N)
+            dx = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE) - xhat * product
             if mean_ptr is not None:
-                dx -= tl.sum(g, 1, keep_dims=True) / N
+                dx -= gradient
             dx *= rstd
             if ds_ptr is not None:
                 dx += tl.load(ds_ptr + rows * ds_stride_m + columns, mask=mask, other=0.0).to(WIDE)
@@ -319,9 +348,8 @@ def norm_bwd_wide_kernel(
             for start in range(0, N, BLOCK_N):
                 columns = start + tl.arange(0, BLOCK_N)[None, :]
                 mask = _mask(rows, columns, M, N, BLOCK_M, BLOCK_N)
-                g = tl.load(dy_ptr + rows * dy_stride_m + columns, mask=mask, other=0.0).to(WIDE)
-                if w_ptr is not None:
-                    g *= _scale(w_ptr, columns, N, BLOCK_N, OFFSET, CAST, g)
+                dy = tl.load(dy_ptr + rows * dy_stride_m + columns, mask=mask, other=0.0)
+                g = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE)
                 x = tl.load(x_ptr + rows * x_stride_m + columns, mask=mask, other=0.0)
                 products += g * _normalised(x, mean_ptr, rstd, rows, M, columns, N, BLOCK_N)
                 if mean_ptr is not None:
@@ -339,9 +367,7 @@ def norm_bwd_wide_kernel(
             if db_ptr is not None:
                 _add_part(db_ptr + part, start + tl.arange(0, BLOCK_N), dy, N)
             if dx_ptr is not None:
-                g = dy
-                if w_ptr is not None:
-                    g *= _scale(w_ptr, columns, N, BLOCK_N, OFFSET, CAST, dy)
+                g = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE)
                 dx = rstd * (g - gradient - xhat * product)
                 if ds_ptr is not None:
                     dx += tl.load(ds_ptr + rows * ds_stride_m + columns, mask=mask, other=0.0).to(WIDE)
@@ -377,6 +403,7 @@ def norm_parts_kernel(
 
 
 def forward(
+    op: str,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -392,16 +419,15 @@ def forward(
     """Launch the forward kernel that fits the rows; results are written into total, y, mean and rstd."""
     x, residual = as_rows(x), None if residual is None else as_rows(residual)
     m, n = x.shape
-    kernel, sizes = norm_fwd_kernel, _forward_sizes(n, x)
-    if n > FORWARD_COLUMNS:
-        kernel, sizes = norm_fwd_wide_kernel, WIDE_FORWARD
+    kernel, sizes = _forward_sizes(tuned.architecture(x.device), op, n, x.element_size())
     residual_stride = 0 if residual is None else residual.stride(0)
     tensors = (x, x.stride(0), residual, residual_stride, total, contiguous(weight), contiguous(bias), y, mean, rstd)
-    programs = triton.cdiv(m, sizes["BLOCK_M"])
+    programs = cdiv(m, sizes["BLOCK_M"])
     launch(kernel, programs, x, *tensors, m, N=n, EPS=eps, OFFSET=weight_offset, CAST=cast, **sizes)
 
 
 def backward(
+    op: str,
     dy: Tensor,
     dsum: Tensor | None,
     x: Tensor,
@@ -420,45 +446,49 @@ def backward(
         return
     dy, x, dsum = as_rows(dy), as_rows(x), None if dsum is None else as_rows(dsum)
     m, n = x.shape
-    if n * x.element_size() <= BACKWARD_BYTES:
-        kernel, new = norm_bwd_kernel, x.new_empty
-        sizes, per_processor = _backward_sizes(n, x, dx is not None)
-    else:
-        kernel, new = norm_bwd_wide_kernel, x.new_zeros
-        sizes, per_processor = WIDE_BACKWARD, max(WARPS_PER_PROCESSOR // WIDE_BACKWARD["num_warps"], 1)
-    programs = min(triton.cdiv(m, sizes["BLOCK_M"]), per_processor * processors(x.device))
-    parts = new((programs, wanted * n), dtype=rstd.dtype) if wanted else None
+    arch = tuned.architecture(x.device)
+    kernel, sizes, per_processor = _backward_sizes(arch, op, n, x.element_size(), dx is not None)
+    programs = min(cdiv(m, sizes["BLOCK_M"]), per_processor * processors(x.device))
+    parts = None
+    if wanted:
+        new = x.new_empty if kernel is norm_bwd_kernel else x.new_zeros
+        parts = new((programs, wanted * n), dtype=rstd.dtype)
     dw = parts if dweight is not None else None
     db = None if dbias is None else parts if dweight is None else parts[:, n:]
     dsum_stride = 0 if dsum is None else dsum.stride(0)
     tensors = (dy, dy.stride(0), dsum, dsum_stride, x, x.stride(0), contiguous(weight), mean, rstd, dx, dw, db)
     launch(kernel, programs, x, *tensors, wanted * n, m, N=n, OFFSET=weight_offset, CAST=cast, **sizes)
     if parts is not None:
-        blocks = wanted * triton.cdiv(n, PARTS_BLOCK_N)
-        constants = {"N": n, "BLOCK_P": PARTS_BLOCK_P, "BLOCK_N": PARTS_BLOCK_N, "num_warps": 4}
-        launch(norm_parts_kernel, blocks, x, parts, wanted * n, dweight, dbias, programs, **constants)
+        blocks = wanted * cdiv(n, PARTS["BLOCK_N"])
+        launch(norm_parts_kernel, blocks, x, parts, wanted * n, dweight, dbias, programs, N=n, **PARTS)
 
 
 def _whole_rows(columns: int, elements_per_warp: int) -> dict[str, int]:
-    block_n = triton.next_power_of_2(max(columns, 1))
+    block_n = power_of_2(columns)
     block_m = max(TILE // block_n, 1)
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": min(max(block_m * block_n // elements_per_warp, 4), 16),
-    }
+    warps = min(max(block_m * block_n // elements_per_warp, 4), 16)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
 
 
-def _forward_sizes(columns: int, x: Tensor) -> dict[str, int]:
+@functools.cache
+def _forward_sizes(arch: str, op: str, columns: int, element_size: int) -> tuple[Any, dict[str, int]]:
+    if columns > FORWARD_COLUMNS:
+        return norm_fwd_wide_kernel, WIDE_FORWARD
     sizes = _whole_rows(columns, 512)
-    return sizes | tuned.find("norm_fwd", x.device, x.element_size(), sizes["BLOCK_N"])
+    return norm_fwd_kernel, sizes | tuned.find(arch, f"{op}_fwd", element_size, sizes["BLOCK_N"])
 
 
-def _backward_sizes(columns: int, x: Tensor, wants_dx: bool) -> tuple[dict[str, int], int]:
-    """Tile, warps and stages of the backward kernel, and how many of its programs share a processor."""
+@functools.cache
+def _backward_sizes(
+    arch: str, op: str, columns: int, element_size: int, wants_dx: bool
+) -> tuple[Any, dict[str, int], int]:
+    """Kernel, its sizes, and how many of its programs share a processor."""
+    if columns * element_size > BACKWARD_BYTES:
+        return norm_bwd_wide_kernel, WIDE_BACKWARD, max(WARPS_PER_PROCESSOR // WIDE_BACKWARD["num_warps"], 1)
     # Wide elements, and dw alone (on sm_100), spill where a warp holds more.
-    spills = x.element_size() > 2 or not wants_dx
-    sizes = _whole_rows(columns, 512 if columns <= SHORT_ROW or spills else 1024) | {"STAGES": 1}
-    sizes |= tuned.find("norm_bwd", x.device, x.element_size(), sizes["BLOCK_N"])
+    spills = element_size > 2 or not wants_dx
+    sizes = _whole_rows(columns, 512 if columns <= SHORT_ROW or spills else 1024) | {"STAGES": 1, "RELOAD": 0}
+    if wants_dx:
+        sizes |= tuned.find(arch, f"{op}_bwd", element_size, sizes["BLOCK_N"])
     per_processor = sizes.pop("programs", None) or max(WARPS_PER_PROCESSOR // sizes["num_warps"], 1)
-    return sizes, per_processor
+    return norm_bwd_kernel, sizes, per_processor

@@ -10,7 +10,7 @@ def rms_norm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str
 ) -> tuple[Tensor, Tensor]:
     y, rstd = rms_norm_fake(x, weight, eps, weight_offset, cast)
-    norm.forward(x, None, weight, None, None, y, None, rstd, eps, weight_offset, cast)
+    norm.forward("rms_norm", x, None, weight, None, None, y, None, rstd, eps, weight_offset, cast)
     return y, rstd
 
 
@@ -19,5 +19,5 @@ def rms_norm_bwd(
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = rms_norm_backward_fake(dy, x, weight, rstd, weight_offset, cast, output_mask)
     wanted = dx if output_mask[0] else None, dweight if output_mask[1] and weight is not None else None
-    norm.backward(dy, None, x, weight, None, rstd.contiguous(), *wanted, None, weight_offset, cast)
+    norm.backward("rms_norm", dy, None, x, weight, None, rstd.contiguous(), *wanted, None, weight_offset, cast)
     return dx, dweight

@@ -29,6 +29,6 @@ def architecture(device: torch.device) -> str:
     return name.partition(":")[0]
 
 
-def find(kernel: str, device: torch.device, element_size: int, columns: int) -> dict[str, int]:
-    """The measured settings of a kernel for a power of two of columns, or none."""
-    return table().get(architecture(device), {}).get(kernel, {}).get(str(element_size), {}).get(str(columns), {})
+def find(arch: str, kernel: str, element_size: int, columns: int) -> dict[str, int]:
+    """The measured settings of a kernel on an architecture for a power of two of columns, or none."""
+    return table().get(arch, {}).get(kernel, {}).get(str(element_size), {}).get(str(columns), {})

@@ -1,0 +1,223 @@
+"""Measure launch configurations of the norms on this device; with --write, enter the best into the launchers' table.
+
+Usage: python -m bench.tune [--only rms_norm_bwd ...] [--columns 4096 ...] [--dtypes bfloat16 ...] [--write]
+
+Every candidate is compiled first, in parallel, then timed on rows that together exceed the L2 cache. The table is
+fusedops/kernels/tuned.json, by architecture; what was measured goes to tune.json.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench import machine
+from fusedops.kernels import add_rms_norm, layer_norm, norm, rms_norm, tuned
+
+TABLE = Path(tuned.__file__).with_name("tuned.json")
+ELEMENTS = 2**25  # of each tensor: 64 MiB in bfloat16
+COLUMNS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ROUNDS, LAUNCHES = 5, 16
+# A candidate replaces what there is only where it is faster by more than timings of the same thing differ.
+LEAST_GAIN = 0.01
+EPS = 1e-6
+
+Settings = dict[str, int]
+
+
+class Case(NamedTuple):
+    kernel: str
+    columns: int
+    dtype: torch.dtype
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    console = Console()
+    if not torch.cuda.is_available():
+        console.print("bench.tune measures a GPU: it needs an NVIDIA or AMD one, with Triton, and found none.")
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtypes = [getattr(torch, name) for name in options.dtypes]
+    cases = [Case(*case) for case in itertools.product(options.only or KERNELS, options.columns, dtypes)]
+    jobs = [(case, settings) for case in cases for settings in candidates(case)]
+    console.print(f"compiling {len(jobs)} candidates")
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        usable = list(pool.map(compiles, jobs, chunksize=8))
+    result = Table("kernel", "dtype", "columns", "ms", "before", "best settings")
+    record: dict[str, Any] = {"machine": machine.describe(device), "cases": []}
+    for case in cases:
+        step = KERNELS[case.kernel](case, ELEMENTS // case.columns, device)
+        present = tuned.find(tuned.architecture(device), case.kernel, case.dtype.itemsize, case.columns)
+        before = milliseconds(case, present, step)
+        mine = [settings for (c, settings), works in zip(jobs, usable, strict=True) if c == case and works]
+        timings = sorted(((milliseconds(case, s, step), s) for s in mine), key=lambda timing: timing[0])
+        del step
+        best, settings = timings[0]
+        name = str(case.dtype).removeprefix("torch.")
+        fastest = [{"ms": ms, **s} for ms, s in timings[:8]]
+        record["cases"].append({"kernel": case.kernel, "columns": case.columns, "dtype": name, "fastest": fastest})
+        result.add_row(case.kernel, name, str(case.columns), f"{best:.4f}", f"{before:.4f}", str(settings))
+        if options.write and best < (1 - LEAST_GAIN) * before:
+            enter(TABLE, tuned.architecture(device), case, settings)
+    console.print(result)
+    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def candidates(case: Case) -> Iterator[Settings]:
+    """Tiles of 4 to 64 elements a thread; backward also how many tiles are on their way and programs to a processor."""
+    tiles = {max(elements // case.columns, 1) for elements in (2048, 4096, 8192, 16384)}
+    for rows, warps in itertools.product(sorted(tiles), (4, 8, 16)):
+        if not 4 <= rows * case.columns // (32 * warps) <= 64:
+            continue
+        sizes = {"BLOCK_M": rows, "num_warps": warps}
+        if case.kernel.endswith("_fwd"):
+            yield sizes
+            continue
+        for stages, programs in itertools.product((1, 2, 3), (1, 2, 3, 4)):
+            staged = stages * rows * case.columns * case.dtype.itemsize * 2 if stages > 1 else 0
+            if programs * warps <= 32 and programs * staged <= 200_000:
+                yield sizes | {"STAGES": stages, "programs": programs, "RELOAD": 0}
+        if case.columns >= 4096:
+            for programs in (1, 2):
+                yield sizes | {"STAGES": 1, "programs": programs, "RELOAD": 1}
+
+
+@contextmanager
+def using(case: Case, settings: Settings) -> Iterator[None]:
+    """The launcher of a case finds these settings."""
+
+    def find(arch: str, kernel: str, *where: Any) -> Settings:
+        return settings if kernel == case.kernel else {}
+
+    def forget() -> None:
+        norm._forward_sizes.cache_clear()
+        norm._backward_sizes.cache_clear()
+
+    forget()
+    with mock.patch.object(tuned, "find", find):
+        yield
+    forget()
+
+
+def compiles(job: tuple[Case, Settings]) -> bool:
+    """Compile a candidate into Triton's cache; whether the device can run it."""
+    case, settings = job
+    try:
+        with using(case, settings):
+            KERNELS[case.kernel](case, 3, torch.device("cuda", torch.cuda.current_device()))()
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def milliseconds(case: Case, settings: Settings, step: Callable[[], object]) -> float:
+    """Device time of one launch with what belongs to it, by replay of a CUDA graph of several."""
+    with using(case, settings):
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(LAUNCHES):
+                step()
+    graph.replay()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / LAUNCHES)
+    return statistics.median(times)
+
+
+def enter(path: Path, architecture: str, case: Case, settings: Settings) -> None:
+    table = json.loads(path.read_text())
+    entries = table.setdefault(architecture, {}).setdefault(case.kernel, {}).setdefault(str(case.dtype.itemsize), {})
+    entries[str(case.columns)] = settings
+    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+def _tensors(case: Case, rows: int, device: torch.device, count: int) -> list[Tensor]:
+    return [torch.randn(rows, case.columns, device=device, dtype=case.dtype) for _ in range(count)]
+
+
+def _weight(case: Case, device: torch.device) -> Tensor:
+    return torch.randn(case.columns, device=device, dtype=case.dtype)
+
+
+def _statistics(rows: int, device: torch.device) -> Tensor:
+    return torch.rand(rows, device=device) + 0.5
+
+
+def _rms_norm_fwd(case: Case, rows: int, device: torch.device) -> Callable[[], object]:
+    (x,), w = _tensors(case, rows, device, 1), _weight(case, device)
+    return lambda: rms_norm.rms_norm_fwd(x, w, EPS, 0.0, "llama")
+
+
+def _rms_norm_bwd(case: Case, rows: int, device: torch.device) -> Callable[[], object]:
+    (dy, x), w, rstd = _tensors(case, rows, device, 2), _weight(case, device), _statistics(rows, device)
+    return lambda: rms_norm.rms_norm_bwd(dy, x, w, rstd, 0.0, "llama", [True, True])
+
+
+def _add_rms_norm_fwd(case: Case, rows: int, device: torch.device) -> Callable[[], object]:
+    (x, residual), w = _tensors(case, rows, device, 2), _weight(case, device)
+    return lambda: add_rms_norm.add_rms_norm_fwd(x, residual, w, EPS, 0.0, "llama")
+
+
+def _add_rms_norm_bwd(case: Case, rows: int, device: torch.device) -> Callable[[], object]:
+    (dy, dsum, total), w = _tensors(case, rows, device, 3), _weight(case, device)
+    rstd = _statistics(rows, device)
+    return lambda: add_rms_norm.add_rms_norm_bwd(dy, dsum, total, w, rstd, 0.0, "llama", [True, True])
+
+
+def _layer_norm_fwd(case: Case, rows: int, device: torch.device) -> Callable[[], object]:
+    (x,), w, b = _tensors(case, rows, device, 1), _weight(case, device), _weight(case, device)
+    return lambda: layer_norm.layer_norm_fwd(x, w, b, EPS)
+
+
+def _layer_norm_bwd(case: Case, rows: int, device: torch.device) -> Callable[[], object]:
+    (dy, x), w, b = _tensors(case, rows, device, 2), _weight(case, device), _weight(case, device)
+    mean, rstd = _statistics(rows, device), _statistics(rows, device)
+    return lambda: layer_norm.layer_norm_bwd(dy, x, w, b, mean, rstd, [True, True, True])
+
+
+KERNELS: dict[str, Callable[[Case, int, torch.device], Callable[[], object]]] = {
+    "rms_norm_fwd": _rms_norm_fwd,
+    "rms_norm_bwd": _rms_norm_bwd,
+    "add_rms_norm_fwd": _add_rms_norm_fwd,
+    "add_rms_norm_bwd": _add_rms_norm_bwd,
+    "layer_norm_fwd": _layer_norm_fwd,
+    "layer_norm_bwd": _layer_norm_bwd,
+}
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.tune", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=list(KERNELS), help="these kernels alone")
+    parser.add_argument("--columns", nargs="+", type=int, default=COLUMNS, help="powers of two; default: %(default)s")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="default: %(default)s")
+    parser.add_argument("--processes", type=int, default=8, help="compile in so many; default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("tune.json"), help="default: %(default)s")
+    parser.add_argument("--write", action="store_true", help="enter the best into the table")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
