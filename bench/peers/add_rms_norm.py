@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bench.peers.operator import LIGER, Inputs, Operator, Peer, Shape, liger, ours, random, spellings, wide
-from bench.peers.rms_norm import EPS, true_rms_norm
+from bench.peers.rms_norm import EPS, llama_rms_norm, true_rms_norm
 
 
 def _inputs(shape: Shape, generator: torch.Generator) -> Inputs:
@@ -17,8 +17,13 @@ def _inputs(shape: Shape, generator: torch.Generator) -> Inputs:
     return Inputs((x, residual, weight, EPS), (x, residual), (weight,), upstreams)
 
 
+def _llama(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return llama_rms_norm(total, weight, eps), total
+
+
 def _peers() -> Iterator[Peer]:
-    yield from spellings("add_rms_norm")
+    yield from spellings(_llama)
     if functions := liger():
         # in_place=False: otherwise the upstream gradient would be gone after the first step.
         yield Peer(LIGER, lambda *args: functions.liger_fused_add_rms_norm(*args, in_place=False))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.peers.operator import LIGER, Inputs, Operator, Peer, Shape, liger, ours, random, spellings
@@ -23,8 +24,12 @@ def _inputs(shape: Shape, generator: torch.Generator) -> Inputs:
     return Inputs((logits, labels), (logits,), (), (torch.ones((), device=generator.device),))
 
 
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="mean")
+
+
 def _peers() -> Iterator[Peer]:
-    yield from spellings("cross_entropy")
+    yield from spellings(causal_lm_loss)
     if functions := liger():
         yield Peer(LIGER, functions.liger_cross_entropy, "overwrites the logits")
     yield ours("cross_entropy")

@@ -5,6 +5,7 @@ from math import pi, sqrt
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.peers.operator import LIGER, Inputs, Operator, Peer, Shape, liger, ours, random, spellings, wide
@@ -18,14 +19,14 @@ def _inputs(shape: Shape, generator: torch.Generator) -> Inputs:
 
 
 def _swiglu_peers() -> Iterator[Peer]:
-    yield from spellings("swiglu")
+    yield from spellings(lambda gate, up: F.silu(gate) * up)
     if functions := liger():
         yield Peer(LIGER, functions.liger_swiglu, "overwrites gate and up")
     yield ours("swiglu")
 
 
 def _geglu_peers() -> Iterator[Peer]:
-    yield from spellings("geglu", approximate="tanh")
+    yield from spellings(lambda gate, up: F.gelu(gate, approximate="tanh") * up)
     if functions := liger():
         yield Peer(LIGER, functions.liger_geglu, "overwrites gate and up")
     yield ours("geglu", approximate="tanh")
@@ -60,8 +61,13 @@ def _packed_inputs(shape: Shape, generator: torch.Generator) -> Inputs:
     return Inputs((packed,), (packed,), (), (random(generator, *shape),))
 
 
+def _phi3(packed: Tensor) -> Tensor:
+    gate, up = packed.chunk(2, dim=-1)
+    return up * F.silu(gate)
+
+
 def _packed_peers() -> Iterator[Peer]:
-    yield from spellings("swiglu")
+    yield from spellings(_phi3)
     if functions := liger():
         yield Peer(LIGER, lambda packed: functions.liger_swiglu(*packed.chunk(2, -1)), "on halves")
         if fused := _liger_fused_gate_up():

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.peers.operator import LIGER, Inputs, Operator, Peer, Shape, liger, ours, random, spellings, wide
@@ -17,7 +18,7 @@ def _inputs(shape: Shape, generator: torch.Generator) -> Inputs:
 
 
 def _peers() -> Iterator[Peer]:
-    yield from spellings("layer_norm")
+    yield from spellings(lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps))
     if functions := liger():
         yield Peer(LIGER, functions.liger_layer_norm)
     yield ours("layer_norm")

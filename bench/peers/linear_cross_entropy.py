@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.peers.cross_entropy import LOGIT_STD, TRUTH_ROWS, random_labels, true_rows
+from bench.peers.cross_entropy import LOGIT_STD, TRUTH_ROWS, causal_lm_loss, random_labels, true_rows
 from bench.peers.operator import LIGER, TORCH, Inputs, Operator, Peer, Shape, liger, ours, random, spellings
 
 
@@ -21,7 +21,7 @@ def _inputs(shape: Shape, generator: torch.Generator) -> Inputs:
 
 
 def _peers() -> Iterator[Peer]:
-    yield from spellings("linear_cross_entropy")
+    yield from spellings(lambda hidden, weight, labels: causal_lm_loss(F.linear(hidden, weight), labels))
     if fused := getattr(F, "linear_cross_entropy", None):
         yield Peer(TORCH, fused, "F.linear_cross_entropy")
     if functions := liger():

@@ -17,8 +17,14 @@ def _inputs(shape: Shape, generator: torch.Generator) -> Inputs:
     return Inputs((x, weight, EPS), (x,), (weight,), (random(generator, rows, columns),))
 
 
+def llama_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
 def _peers() -> Iterator[Peer]:
-    yield from spellings("rms_norm")
+    yield from spellings(llama_rms_norm)
     yield Peer(TORCH, lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), "F.rms_norm")
     if functions := liger():
         # in_place=False: otherwise the upstream gradient would be gone after the first step.

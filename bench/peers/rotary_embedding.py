@@ -30,8 +30,18 @@ def _tables(tokens: int, size: int, device: torch.device) -> tuple[Tensor, Tenso
     return angles.cos().bfloat16(), angles.sin().bfloat16()
 
 
+def _llama(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def rotate_half(x: Tensor) -> Tensor:
+        low, high = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return torch.cat((-high, low), dim=-1)
+
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
 def _peers() -> Iterator[Peer]:
-    yield from spellings("rotary_embedding")
+    yield from spellings(_llama)
     if functions := liger():
         yield Peer(LIGER, functions.liger_rope, "overwrites q, k and their gradients")
     yield ours("rotary_embedding")

@@ -1,5 +1,6 @@
 """The operator benchmark's logic, at tiny sizes on a CPU: its numbers mean nothing there, its checks do."""
 
+import functools
 import json
 import math
 
@@ -11,6 +12,7 @@ from bench.case import MOVING
 from bench.peers import OPERATORS
 from bench.peers.operator import EAGER, OURS, Inputs, Peer
 from bench.recording import Task
+from csrc_meta import SPECS
 from tests.bench.tiny import CPU, KINDS_HERE, SHAPES, operator
 
 
@@ -55,7 +57,8 @@ def test_truth_is_float64_autograd(name):
         tuple(doubles.get(id(a), a) for a in group) for group in (inputs.args, inputs.activations, inputs.parameters)
     )
     upstreams = tuple(u.double() for u in inputs.upstreams)
-    expected = Inputs(args, activations, parameters, upstreams).forward_backward(peers(op)[0].function)
+    eager = functools.partial(SPECS[op.op or name].eager, **({"approximate": "tanh"} if name == "geglu" else {}))
+    expected = Inputs(args, activations, parameters, upstreams).forward_backward(eager)
     for result, got, want in zip(op.results, op.truth(inputs), expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6, msg=lambda m, r=result: f"{r}: {m}")
 
@@ -96,6 +99,27 @@ def test_nobody_holds_the_activations_of_a_model():
     watched = Inputs(inputs.args, inputs.activations, (), Watch(inputs.upstreams))
     watched.as_in_a_model(swiglu)
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "cross_entropy"])
+def test_fusedops_reuses_dead_activations_of_a_model_and_spares_held_ones(name):
+    op = operator(name)
+    inputs = op.inputs(SHAPES[name], torch.Generator().manual_seed(1))
+    (function,) = (peer.function for peer in op.peers() if peer.kind == OURS)
+    given = set()
+
+    def noted(*args):
+        given.update(a.data_ptr() for a in args)
+        return function(*args)
+
+    def reused(results):
+        return given & {r.data_ptr() for r in results}
+
+    held = inputs.forward_backward(noted)
+    assert not reused(held)
+    given.clear()
+    made = inputs.as_in_a_model(noted)
+    assert len(reused(made)) == len(inputs.activations)
 
 
 def wrong_by(factor):
