@@ -363,5 +363,5 @@ SPEC = Spec(
     flops=lambda q, k, cos, sin, **kwargs: (
         2 * 3 * cos.shape[-1] * sum(t.shape[:-1].numel() for t in (q, k) if t is not None)
     ),
-    source="RoFormer (arXiv 2104.09864), equation 34; transformers LlamaAttention, CohereAttention, Qwen2VLAttention",
+    source="RoFormer (arXiv 2104.09864), equation 34; transformers LlamaAttention, CohereAttention, Qwen2VLRotaryEmbedding",
 )

@@ -157,7 +157,7 @@ def rotary_embedding(
 
     Source:
         RoFormer (arXiv 2104.09864), equation 34; arXiv 2410.10989, section 3.2. ``apply_rotary_pos_emb`` of
-        transformers' Llama (halves) and Cohere (interleaved), ``apply_multimodal_rotary_pos_emb`` of Qwen2-VL.
+        transformers' Llama (halves) and Cohere (interleaved); Qwen2VLRotaryEmbedding (sections).
     """
     rotated_q, rotated_k = torch.ops.fusedops.rotary_embedding(
         q, k, cos, sin, interleaved=interleaved, sections=sections, memory_format=memory_format
@@ -220,19 +220,41 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross entropy with integer labels: loss_i = log(sum_j exp(x_ij)) - x_i,label.
+    """Cross entropy with integer labels: loss_i = log(sum_j exp(z_ij)) - z_i,label, z the logits or a map of them.
+
+    With class weights w, label smoothing s and lse_i = log(sum_j exp(z_ij)), the loss of a row that is not ignored is
+
+        z_ij = softcap * tanh(logit_scale * x_ij / softcap), or logit_scale * x_ij without softcap
+        loss_i = (1 - s) * w_label * (lse_i - z_i,label) + s / V * sum_j w_j * (lse_i - z_ij) + z_loss * w_label * lse_i^2
 
     Args:
-        logits: (T, V) bf16|fp16|fp32|fp64, any strides; fastest where rows are contiguous. Not modified.
+        logits: (T, V) bf16|fp16|fp32|fp64, any strides; fastest where rows are contiguous. Not modified while anybody
+            can read them.
         labels: (T,) int64|int32 in [0, V) or equal to ignore_index.
+        weight: (V,) floating point, the weight of each class, or None for ones. It gets no gradient.
         ignore_index: label of rows that count for nothing: loss 0, gradient 0, left out of the mean.
-        reduction: "none", "mean" (over the rows not ignored) or "sum".
+        reduction: "none", "sum", or "mean": the sum divided by the sum of w_label over the rows not ignored.
         label_smoothing: probability mass in [0, 1] spread evenly over the vocabulary.
+        softcap: positive bound of the magnitude of z, or None for none.
+        logit_scale: factor of the logits.
+        z_loss: factor of lse^2, which keeps the logits' normaliser near 1; not negative.
 
     Returns:
-        The loss, () or (T,) for "none", float32 (float64 for float64 logits) whatever the dtype of the logits.
+        The loss, () or (T,) for "none", float32 (float64 for float64 logits) whatever the dtype of the logits. The
+        gradient of the logits is a new tensor, or takes over their storage where nobody can read them again: in an
+        eager backward pass without retain_graph and create_graph, for contiguous logits that another operator
+        computed and to which no variable, view, other operator's saved tensor or saved-tensor hook refers.
 
     Numerics:
         Computed in float32 with the row maximum subtracted, so that logits of several hundred lose nothing. The
@@ -240,16 +262,25 @@ def cross_entropy(
         gradient zero, as in ``torch.nn.functional.cross_entropy``. Deterministic.
 
     Raises:
-        UnsupportedDtypeError: logits are not floating point, or labels not integers.
-        UnsupportedInputError: shapes, devices, reduction or label_smoothing don't fit.
+        UnsupportedDtypeError: logits or weight are not floating point, or labels not integers.
+        UnsupportedInputError: shapes, devices, reduction or numbers don't fit, or weight requires grad.
         LabelOutOfRangeError: on a CPU, a label outside [0, V); on a GPU a device-side assertion, as in eager.
         DoubleBackwardError: a second derivative is asked for.
 
     Source:
-        arXiv 2410.10989, equations 6 and 7.
+        arXiv 2410.10989, equations 6 and 7; arXiv 2204.02311, section 5 (z-loss); Gemma2ForCausalLM (softcap) and
+        CohereForCausalLM (logit_scale) of transformers.
     """
     return torch.ops.fusedops.cross_entropy(
-        logits, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        logits,
+        labels,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
     )
 
 
