@@ -30,6 +30,7 @@ from fusedops.kernels import add_rms_norm, layer_norm, norm, rms_norm, tuned
 TABLE = Path(tuned.__file__).with_name("tuned.json")
 ELEMENTS = 2**25  # of each tensor: 64 MiB in bfloat16
 COLUMNS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LEAST_ROWS = 4096
 ROUNDS, LAUNCHES = 5, 16
 # A candidate replaces what there is only where it is faster by more than timings of the same thing differ.
 LEAST_GAIN = 0.01
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = Table("kernel", "dtype", "columns", "ms", "before", "best settings")
     record: dict[str, Any] = {"machine": machine.describe(device), "cases": []}
     for case in cases:
-        step = KERNELS[case.kernel](case, ELEMENTS // case.columns, device)
+        step = KERNELS[case.kernel](case, max(ELEMENTS // case.columns, LEAST_ROWS), device)
         present = tuned.find(tuned.architecture(device), case.kernel, case.dtype.itemsize, case.columns)
         before = milliseconds(case, present, step)
         mine = [settings for (c, settings), works in zip(jobs, usable, strict=True) if c == case and works]
@@ -81,14 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def candidates(case: Case) -> Iterator[Settings]:
     """Tiles of 4 to 64 elements a thread; backward also how many tiles are on their way and programs to a processor."""
     tiles = {max(elements // case.columns, 1) for elements in (2048, 4096, 8192, 16384)}
-    for rows, warps in itertools.product(sorted(tiles), (4, 8, 16)):
-        if not 4 <= rows * case.columns // (32 * warps) <= 64:
+    for rows, warps in itertools.product(sorted(tiles), (4, 8, 16, 32)):
+        if not 4 <= rows * case.columns // (32 * warps) <= 64 or (warps == 32 and case.columns < 16384):
             continue
         sizes = {"BLOCK_M": rows, "num_warps": warps}
         if case.kernel.endswith("_fwd"):
             yield sizes
             continue
-        for stages, programs in itertools.product((1, 2, 3), (1, 2, 3, 4)):
+        for stages, programs in itertools.product((1, 2, 3, 4), (1, 2, 3, 4)):
             staged = stages * rows * case.columns * case.dtype.itemsize * 2 if stages > 1 else 0
             if programs * warps <= 32 and programs * staged <= 200_000:
                 yield sizes | {"STAGES": stages, "programs": programs, "RELOAD": 0}

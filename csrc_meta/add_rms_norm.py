@@ -9,8 +9,6 @@ from csrc_meta import checks, rms_norm
 from csrc_meta.registry import composite, no_flops, primitive
 from csrc_meta.spec import Sample, Spec
 
-ops = torch.ops.fusedops
-
 
 def check(op: str, x: Tensor, residual: Tensor, weight: Tensor | None, cast: str) -> None:
     rms_norm.check(op, x, weight, cast)
@@ -45,7 +43,7 @@ def add_rms_norm_fake(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, rstd = rms_norm.rms_norm_fake(x, weight, eps, weight_offset, cast)
-    return y, x.new_empty(x.shape), rstd
+    return y, torch.empty_like(x, memory_format=torch.contiguous_format), rstd
 
 
 def add_rms_norm_ref(
@@ -100,7 +98,7 @@ def _backward(ctx, dy, dsum, _drstd):
     dx, dweight = dsum, None
     mask = [ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
     if dy is not None:
-        dx, dweight = ops.add_rms_norm_backward(dy, dsum, *ctx.saved_tensors, ctx.weight_offset, ctx.cast, mask)
+        dx, dweight = _backward_op(dy, dsum, *ctx.saved_tensors, ctx.weight_offset, ctx.cast, mask)
     x_and_residual = (dx if wanted else None for wanted in ctx.needs_input_grad[:2])
     return *x_and_residual, dweight if mask[1] else None, None, None, None
 
@@ -108,11 +106,11 @@ def _backward(ctx, dy, dsum, _drstd):
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *, weight_offset: float = 0.0, cast: str = "llama"
 ) -> tuple[Tensor, Tensor]:
-    y, total, _ = ops.add_rms_norm_forward(x, residual, weight, eps, weight_offset, cast)
+    y, total, _ = _forward_op(x, residual, weight, eps, weight_offset, cast)
     return y, total
 
 
-primitive(
+_forward_op = primitive(
     "add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, str cast)"
     " -> (Tensor, Tensor, Tensor)",
     check=_check_forward,
@@ -122,7 +120,7 @@ primitive(
     setup_context=_setup_context,
     backward=_backward,
 )
-primitive(
+_backward_op = primitive(
     "add_rms_norm_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor? weight, Tensor rstd, float weight_offset,"
     " str cast, bool[2] output_mask) -> (Tensor, Tensor)",
     check=_check_backward,

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from csrc_meta import checks
 from csrc_meta.registry import composite, no_flops, primitive
-from csrc_meta.rms_norm import check_rows, compute_dtype
+from csrc_meta.rms_norm import check_rows, compute_dtype, new_gradient
 from csrc_meta.spec import Sample, Spec
-
-ops = torch.ops.fusedops
 
 
 def check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -43,8 +41,9 @@ def _check_backward(
 
 
 def layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    wide = compute_dtype(x, weight)
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide), x.new_empty(x.shape[:-1], dtype=wide)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mean = x.new_empty(x.shape[:-1], dtype=compute_dtype(x, weight))
+    return y, mean, torch.empty_like(mean)
 
 
 def layer_norm_ref(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,8 +68,7 @@ def layer_norm_backward_fake(
     rstd: Tensor,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = zip((x, weight, bias), output_mask, strict=True)
-    dx, dweight, dbias = (x.new_empty(0) if t is None or not w else t.new_empty(t.shape) for t, w in wanted)
+    dx, dweight, dbias = map(new_gradient, (x, weight, bias), (x, x, x), output_mask)
     return dx, dweight, dbias
 
 
@@ -109,15 +107,15 @@ def _backward(ctx, dy, _dmean, _drstd):
     if dy is None:
         return (None,) * 4
     mask = list(ctx.needs_input_grad[:3])
-    gradients = ops.layer_norm_backward(dy, *ctx.saved_tensors, mask)
+    gradients = _backward_op(dy, *ctx.saved_tensors, mask)
     return *(g if wanted else None for g, wanted in zip(gradients, mask, strict=True)), None
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return ops.layer_norm_forward(x, weight, bias, eps)[0]
+    return _forward_op(x, weight, bias, eps)[0]
 
 
-primitive(
+_forward_op = primitive(
     "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     check=_check_forward,
     fake=layer_norm_fake,
@@ -126,7 +124,7 @@ primitive(
     setup_context=_setup_context,
     backward=_backward,
 )
-primitive(
+_backward_op = primitive(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd,"
     " bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     check=_check_backward,

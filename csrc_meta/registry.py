@@ -9,10 +9,12 @@ writes what that returns, all of it, into those of its arguments that its schema
 tensors (:mod:`csrc_meta.donation`). It has no autograd formula: differentiating it raises.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from csrc_meta import flops as flop_formulas
 from csrc_meta.errors import DoubleBackwardError, NoKernelError, message
@@ -22,12 +24,69 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu")
 
 
+class Primitive:
+    """A primitive operator as other operators and autograd formulas call it.
+
+    In plain eager execution, which nobody traces or watches, a call goes straight to the kernel: the dispatcher would
+    enter Python two or three times for it, which takes longer than small kernels run. Everywhere else it goes through
+    the dispatcher. The result is the same.
+    """
+
+    def __init__(self, overload: torch._ops.OpOverload, check: Callable[..., None]) -> None:
+        self.overload, self.check = overload, check
+        self.kernels: dict[str, Callable[..., Any]] = {}  # by type of device
+        self.function: type[torch.autograd.Function] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = [a for a in args if a is not None and isinstance(a, Tensor)]
+        kernel = self.kernels.get(tensors[0].device.type)
+        if kernel is None or not _is_plain_eager(tensors):
+            return self.overload(*args)
+        if not torch.is_grad_enabled():
+            return kernel(*args)
+        if self.function is None:
+            return self.overload(*args)
+        return self.function.apply(*args)
+
+    def differentiate(self, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:
+        """Attach the autograd formula, as torch.library.register_autograd does for calls through the dispatcher."""
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            result = self.kernels[next(a for a in args if isinstance(a, Tensor)).device.type](*args)
+            setup_context(ctx, args, result)
+            return result
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self.function = type(f"{self.overload._opname}_eager", (torch.autograd.Function,), methods)
+
+
+def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
+    """No subclass, fake, batched, functional or lazily negated tensor, and nobody who would see the dispatched call."""
+    plain = _plain_keys(tensors[0].device.type)
+    return (
+        all(torch._C._dispatch_keys(t).raw_repr() in plain for t in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
+
+
+@functools.cache
+def _plain_keys(device: str) -> frozenset[int]:
+    """Dispatch keys of ordinary tensors of a device."""
+    with torch.inference_mode(False):
+        plain = torch.empty(0, device=device)
+    with torch.inference_mode():
+        inference = torch.empty(0, device=device)
+    return frozenset(torch._C._dispatch_keys(t).raw_repr() for t in (plain, inference))
+
+
 class _Registry:
     """The library handle and what was defined with it; it outlives reloads, since torch refuses a second definition."""
 
     def __init__(self) -> None:
         self.library = torch.library.Library(NAMESPACE, "DEF")
-        self.checks: dict[str, Callable[..., None]] = {}
+        self.primitives: dict[str, Primitive] = {}
 
 
 _KEY = "_fusedops_registry"
@@ -52,7 +111,7 @@ def primitive(
     flops: Callable[..., int],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-) -> None:
+) -> Primitive:
     """Define an opaque operator.
 
     Args:
@@ -62,13 +121,19 @@ def primitive(
         reference: the CPU kernel.
         flops: floating-point operations by shapes, in ``FlopCounterMode``'s convention (contractions alone count).
         setup_context, backward: the autograd formula. Without one the operator raises when differentiated.
+
+    Returns:
+        The operator as Python calls it, with positional arguments alone.
     """
     name = signature.split("(", 1)[0]
     if _is_defined(name):
-        return
+        return _registry.primitives[name]
     library = _registry.library
     library.define(signature, tags=_TAGS)
-    _registry.checks[name] = check
+    defined = _registry.primitives[name] = Primitive(_overload(name), check)
+    defined.kernels["cpu"] = _checked(check, reference)
+    if setup_context is not None and backward is not None:
+        defined.differentiate(setup_context, backward)
     torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=library)
     library.impl(name, _checked(check, reference), "CPU")
     library.impl(name, _checked(check, _no_kernel(name)), "CompositeExplicitAutograd")
@@ -79,6 +144,7 @@ def primitive(
             f"{NAMESPACE}::{name}", backward or _raise_second_derivative(name), setup_context=setup_context, lib=library
         )
     flop_formulas.register(name, flops)
+    return defined
 
 
 def no_flops(*args: Any, **kwargs: Any) -> int:
@@ -110,12 +176,14 @@ def composite(
 def register_kernel(name: str, dispatch_key: str, kernel: Callable[..., Any], library: torch.library.Library) -> None:
     """Register how a primitive operator runs on a device, behind the operator's own input check."""
     # Replacing the CPU reference (kernels under Triton's interpreter) is meant: torch warns about it otherwise.
-    library.impl(name, _checked(_registry.checks[name], kernel), dispatch_key, allow_override=True)
+    defined = _registry.primitives[name]
+    checked = defined.kernels[dispatch_key.lower()] = _checked(defined.check, kernel)
+    library.impl(name, checked, dispatch_key, allow_override=True)
 
 
 def primitives() -> tuple[str, ...]:
     """Names of all opaque operators."""
-    return tuple(_registry.checks)
+    return tuple(_registry.primitives)
 
 
 def _checked(check: Callable[..., None], kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ from csrc_meta.registry import composite, no_flops, primitive
 from csrc_meta.spec import Sample, Spec
 
 CASTS = ("llama", "gemma", "float32")
-ops = torch.ops.fusedops
 
 
 def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -65,7 +64,7 @@ def _check_backward(
 def rms_norm_fake(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str
 ) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=output_dtype(x, weight, cast))
+    y = torch.empty_like(x, dtype=output_dtype(x, weight, cast), memory_format=torch.contiguous_format)
     return y, x.new_empty(x.shape[:-1], dtype=compute_dtype(x, weight))
 
 
@@ -89,8 +88,14 @@ def _scale(weight: Tensor, weight_offset: float, cast: str, wide: torch.dtype) -
 def rms_norm_backward_fake(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, cast: str, output_mask: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    dx = x.new_empty(x.shape if output_mask[0] else (0,))
-    return dx, weight.new_empty(weight.shape) if output_mask[1] and weight is not None else x.new_empty((0,))
+    return new_gradient(x, x, output_mask[0]), new_gradient(weight, x, output_mask[1])
+
+
+def new_gradient(t: Tensor | None, x: Tensor, wanted: bool) -> Tensor:
+    """Memory for a gradient: contiguous, and empty where it is not wanted."""
+    if t is None or not wanted:
+        return x.new_empty(0)
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def gradients_ref(
@@ -131,17 +136,17 @@ def _backward(ctx, dy, _drstd):
     if dy is None:
         return (None,) * 5
     mask = list(ctx.needs_input_grad[:2])
-    dx, dweight = ops.rms_norm_backward(dy, *ctx.saved_tensors, ctx.weight_offset, ctx.cast, mask)
+    dx, dweight = _backward_op(dy, *ctx.saved_tensors, ctx.weight_offset, ctx.cast, mask)
     return dx if mask[0] else None, dweight if mask[1] else None, None, None, None
 
 
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, weight_offset: float = 0.0, cast: str = "llama"
 ) -> Tensor:
-    return ops.rms_norm_forward(x, weight, eps, weight_offset, cast)[0]
+    return _forward_op(x, weight, eps, weight_offset, cast)[0]
 
 
-primitive(
+_forward_op = primitive(
     "rms_norm_forward(Tensor x, Tensor? weight, float eps, float weight_offset, str cast) -> (Tensor, Tensor)",
     check=_check_forward,
     fake=rms_norm_fake,
@@ -150,7 +155,7 @@ primitive(
     setup_context=_setup_context,
     backward=_backward,
 )
-primitive(
+_backward_op = primitive(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, str cast,"
     " bool[2] output_mask) -> (Tensor, Tensor)",
     check=_check_backward,

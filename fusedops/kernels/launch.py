@@ -43,8 +43,8 @@ def _kind(argument: Any) -> Any:
     if argument is None:
         return None
     if type(argument) is int:
-        return argument % 16 == 0, argument == 1, -(2**31) <= argument < 2**31
-    return argument.dtype, argument.data_ptr() % 16 == 0
+        return (argument % 16 == 0) + 2 * (argument == 1) + 4 * (-(2**31) <= argument < 2**31)
+    return argument.dtype, argument.data_ptr() & 15
 
 
 def _current(device: torch.device) -> AbstractContextManager:
