@@ -6,8 +6,7 @@ happens in the forward pass, since one number is all that the backward pass will
 eager. For ``none`` every row has an upstream gradient of its own, and the backward pass computes the logits again.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,17 +23,6 @@ ops = torch.ops.fusedops
 FEWEST_CHUNK_ROWS = 2048
 # Below this a chunk's logits are too small to be worth splitting.
 SMALL_CHUNK_BYTES = 64 * 2**20
-
-
-class RowKernels(NamedTuple):
-    """How rows of logits become losses and gradients: torch on a CPU, Triton on a GPU."""
-
-    check_values: Callable[[str, Tensor, int, int], None]
-    losses: Callable[..., tuple[Tensor, Tensor]]
-    gradients: Callable[..., Tensor]
-
-
-REFERENCE = RowKernels(checks.check_label_values, ce.row_losses_ref, ce.row_gradients_ref)
 
 
 def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int) -> int:
@@ -155,7 +143,7 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tup
 
 
 def forward(
-    kernels: RowKernels,
+    kernels: ce.RowKernels,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -167,18 +155,18 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = ce.compute_dtype(hidden)
     flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    options = ce.Options(ignore_index, label_smoothing)
     kernels.check_values("linear_cross_entropy", flat_labels, weight.shape[0], ignore_index)
     losses = flat.new_empty(flat_labels.shape, dtype=wide)
     stats = flat.new_empty((2, *flat_labels.shape), dtype=wide)
-    count = (flat_labels != ignore_index).sum().to(wide)
     gradients = _Gradients(flat, weight, output_mask if reduction != "none" else [False] * 3, wide)
     one = flat.new_ones((), dtype=wide)
     for part, logits in _chunks(flat, weight, bias):
-        losses[part], stats[:, part] = kernels.losses(logits, flat_labels[part], ignore_index, label_smoothing)
+        kernels.losses(logits, flat_labels[part], None, options, losses[part], stats[:, part])
         if reduction != "none" and any(output_mask):
-            kernels.gradients(one, logits, flat_labels[part], stats[:, part], ignore_index, label_smoothing, logits)
+            kernels.gradients(one, None, logits, flat_labels[part], None, stats[:, part], options, logits)
             gradients.add(part.start, logits, flat[part], weight)
-    loss = ce.reduce(losses, count, reduction)
+    loss, count = kernels.reduce(losses, flat_labels, None, weight.shape[0], options, reduction)
     dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
     return (
         loss.view(labels.shape) if reduction == "none" else loss,
@@ -191,7 +179,7 @@ def forward(
 
 
 def backward(
-    kernels: RowKernels,
+    kernels: ce.RowKernels,
     dloss: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -203,22 +191,21 @@ def backward(
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     flat, flat_labels, upstream = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), dloss.reshape(-1)
+    options = ce.Options(ignore_index, label_smoothing)
     gradients = _Gradients(flat, weight, output_mask, stats.dtype)
     for part, logits in _chunks(flat, weight, bias):
-        kernels.gradients(
-            upstream[part], logits, flat_labels[part], stats[:, part], ignore_index, label_smoothing, logits
-        )
+        kernels.gradients(upstream[part], None, logits, flat_labels[part], None, stats[:, part], options, logits)
         gradients.add(part.start, logits, flat[part], weight)
     dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
     return dhidden, gradients.weight.to(weight.dtype), gradients.bias.to(weight.dtype)
 
 
 def linear_cross_entropy_ref(*args):
-    return forward(REFERENCE, *args)
+    return forward(ce.REFERENCE, *args)
 
 
 def linear_cross_entropy_backward_ref(*args):
-    return backward(REFERENCE, *args)
+    return backward(ce.REFERENCE, *args)
 
 
 def linear_cross_entropy_scale(

@@ -1,47 +1,75 @@
-"""Cross entropy of rows of logits on a GPU: loss = log(sum_j exp(x_j - m)) - (x_label - m), m = max_j x_j.
+"""Cross entropy of rows of logits on a GPU: loss = log(sum_j exp(z_j - m)) - (z_label - m), m = max_j z_j.
 
 T: rows (tokens)
 V: columns (vocabulary)
+
+z is the logits x, or SOFTCAP * tanh(SCALE * x / SOFTCAP). Options that are not used leave no code behind.
 """
+
+from functools import partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from csrc_meta import checks
-from csrc_meta.cross_entropy import compute_dtype, reduce
-from fusedops.kernels.launch import as_rows, launch
+from csrc_meta import cross_entropy as ce
+from fusedops.kernels.launch import as_rows, contiguous, launch
 
 BLOCK_V = 4096
-BLOCK_T = 1024
 WARPS = 8
+# Of the one program that reduces all rows: two steps for a batch of 8192.
+BLOCK_T = 4096
+REDUCE_WARPS = 16
 
 
-@triton.jit(do_not_specialize=["T", "ignore_index"])
-def assert_labels_kernel(labels_ptr, T, V, ignore_index, BLOCK_T: tl.constexpr):
-    """Stops the device at a label outside the vocabulary. Grid: blocks of rows."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    label = tl.load(labels_ptr + rows, mask=rows < T, other=ignore_index)
-    known = (label == ignore_index) | ((label >= 0) & (label < V))
-    tl.device_assert(known, "fusedops: labels: got a label outside [0, vocabulary) that is not ignore_index")
+@triton.jit
+def _tanh(u):
+    """tanh(u) and its derivative, of exp(-2 |u|), which can't overflow."""
+    magnitude = tl.abs(u)
+    e = tl.exp(-2.0 * magnitude)
+    tanh = (1.0 - e) / (1.0 + e)
+    if u.dtype == tl.float32:
+        # 1 - e loses digits near zero. The series' next term is 9e-9 of the sum where it ends.
+        s = u * u
+        series = 1.0 + s * (-1.0 / 3.0 + s * (2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0))))
+        tanh = tl.where(magnitude < 0.25, magnitude * series, tanh)
+    return tl.where(u < 0.0, -tanh, tanh), 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
-@triton.jit(do_not_specialize=["T", "ignore_index"])
+@triton.jit
+def _map(x, SOFTCAP: tl.constexpr, SCALE: tl.constexpr):
+    """z and dz / dx."""
+    if SOFTCAP is None:
+        z, slope = x * SCALE, SCALE
+    else:
+        tanh, derivative = _tanh(x * (SCALE / SOFTCAP))
+        z, slope = SOFTCAP * tanh, SCALE * derivative
+    return z, slope
+
+
+@triton.jit(do_not_specialize=["stats_stride", "ignore_index"])
 def cross_entropy_fwd_kernel(
     logits_ptr,
     logits_stride_t,
     labels_ptr,
+    weight_ptr,
+    weight_sum_ptr,
     losses_ptr,
     stats_ptr,
-    T,
+    stats_stride,
     V,
     ignore_index,
     SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """loss = (1 - s) * (log_sum - (x_label - m)) + s * (log_sum - (mean(x) - m)); stats (2, T) = m, log_sum.
+    """loss = (1 - s) * w_label * (lse - z_label) + s / V * sum_j w_j * (lse - z_j) + Z_LOSS * w_label * lse^2.
 
-    Grid: T. Tile: BLOCK_V, walked once along the row with a running maximum. Ignored rows are not read.
+    stats (2, T) = m, log_sum; lse = m + log_sum is never formed where a difference with it is wanted. Grid: T. Tile:
+    BLOCK_V, walked once along the row with a running maximum. Ignored rows are not read.
     """
     WIDE: tl.constexpr = losses_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -50,41 +78,109 @@ def cross_entropy_fwd_kernel(
     if label == ignore_index:
         tl.store(losses_ptr + row, zero)
         tl.store(stats_ptr + row, zero)
-        tl.store(stats_ptr + T + row, zero)
+        tl.store(stats_ptr + stats_stride + row, zero)
     else:
         logits_ptr += row * logits_stride_t
         maximum = zero - float("inf")
         total = zero
-        plain_sum = zero
+        weighted_sum = zero  # of w_j * z_j
         for start in range(0, V, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
-            x = tl.load(logits_ptr + columns, mask=columns < V, other=-float("inf")).to(WIDE)
-            larger = tl.maximum(maximum, tl.max(x, 0))
+            z = tl.load(logits_ptr + columns, mask=columns < V, other=-float("inf")).to(WIDE)
+            if SOFTCAP is not None or SCALE != 1.0:
+                z, _ = _map(z, SOFTCAP, SCALE)
+                z = tl.where(columns < V, z, -float("inf"))
+            larger = tl.maximum(maximum, tl.max(z, 0))
             # -inf - -inf is NaN: until the first finite logit there is nothing to subtract.
             base = tl.where(larger == -float("inf"), 0.0, larger)
-            total = total * tl.exp(maximum - base) + tl.sum(tl.exp(x - base), 0)
+            total = total * tl.exp(maximum - base) + tl.sum(tl.exp(z - base), 0)
             maximum = larger
             if SMOOTHING != 0.0:
-                plain_sum += tl.sum(tl.where(columns < V, x, 0.0), 0)
+                part = z
+                if weight_ptr is not None:
+                    part *= tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(WIDE)
+                weighted_sum += tl.sum(tl.where(columns < V, part, 0.0), 0)
         log_sum = tl.log(total)
         known = (label >= 0) & (label < V)
-        x_label = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(WIDE)
-        loss = log_sum - (x_label - maximum)
+        z_label = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(WIDE)
+        if SOFTCAP is not None or SCALE != 1.0:
+            z_label, _ = _map(z_label, SOFTCAP, SCALE)
+        loss = log_sum - (z_label - maximum)
+        if weight_ptr is not None:
+            of_label = tl.load(weight_ptr + label, mask=known, other=0.0).to(WIDE)
+            loss *= of_label
         if SMOOTHING != 0.0:
-            mean = plain_sum / tl.cast(V, WIDE)
-            loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_sum - (mean - maximum))
+            mean = weighted_sum / tl.cast(V, WIDE)
+            if weight_ptr is None:
+                of_all = log_sum - (mean - maximum)
+            else:
+                mean_weight = tl.load(weight_sum_ptr) / tl.cast(V, WIDE)
+                of_all = mean_weight * log_sum - (mean - mean_weight * maximum)
+            loss = (1.0 - SMOOTHING) * loss + SMOOTHING * of_all
+        if Z_LOSS != 0.0:
+            penalty = Z_LOSS * (maximum + log_sum) * (maximum + log_sum)
+            if weight_ptr is not None:
+                penalty *= of_label
+            loss += penalty
         tl.store(losses_ptr + row, loss)
         tl.store(stats_ptr + row, maximum)
-        tl.store(stats_ptr + T + row, log_sum)
+        tl.store(stats_ptr + stats_stride + row, log_sum)
+
+
+@triton.jit(do_not_specialize=["T", "ignore_index"])
+def cross_entropy_reduce_kernel(
+    losses_ptr,
+    labels_ptr,
+    weight_ptr,
+    loss_ptr,
+    total_ptr,
+    T,
+    V,
+    ignore_index,
+    MEAN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """total = sum over rows not ignored of w_label, loss = sum(losses), divided by total for a mean.
+
+    Grid: 1, so that sums have one order. Tile: BLOCK_T rows. It also stops the device at a label out of range.
+    """
+    WIDE: tl.constexpr = total_ptr.dtype.element_ty
+    losses = tl.zeros((BLOCK_T,), WIDE)
+    weights = tl.zeros((BLOCK_T,), WIDE)
+    for start in range(0, T, BLOCK_T):
+        rows = start + tl.arange(0, BLOCK_T).to(tl.int64)
+        label = tl.load(labels_ptr + rows, mask=rows < T, other=ignore_index)
+        kept = label != ignore_index
+        known = (label >= 0) & (label < V)
+        tl.device_assert(
+            known | (label == ignore_index),
+            "fusedops: labels: got a label outside [0, vocabulary) that is not ignore_index",
+        )
+        if weight_ptr is None:
+            weights += kept.to(WIDE)
+        else:
+            weights += tl.load(weight_ptr + label, mask=kept & known, other=0.0).to(WIDE)
+        if loss_ptr is not None:
+            losses += tl.load(losses_ptr + rows, mask=rows < T, other=0.0)
+    total = tl.sum(weights, 0)
+    tl.store(total_ptr, total)
+    if loss_ptr is not None:
+        loss = tl.sum(losses, 0)
+        if MEAN:
+            loss /= total
+        tl.store(loss_ptr, loss)
 
 
 @triton.jit(do_not_specialize=["stats_stride", "ignore_index"])
 def cross_entropy_bwd_kernel(
     dloss_ptr,
     dloss_stride_t,
+    total_ptr,
     logits_ptr,
     logits_stride_t,
     labels_ptr,
+    weight_ptr,
+    weight_sum_ptr,
     stats_ptr,
     stats_stride,
     out_ptr,
@@ -92,11 +188,16 @@ def cross_entropy_bwd_kernel(
     V,
     ignore_index,
     SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """dx_j = dloss * (exp(x_j - m - log_sum) - (1 - s) * [j = label] - s / V); zero in ignored rows, whatever they hold.
+    """dx_j = dloss / total * dz_j / dx_j * (p_j * mass - (1 - s) * w_label * [j = label] - s / V * w_j), p = exp(z - lse).
 
-    Grid: T times blocks of columns. Tile: BLOCK_V. Every element is read before it is written: out may be the logits.
+    mass = (1 - s) * w_label + s * mean(w) + 2 * Z_LOSS * w_label * lse, which is 1 without weights and Z_LOSS. Zero in
+    ignored rows, whatever they hold. Grid: T times blocks of columns. Tile: BLOCK_V. Every element is read before it is
+    written: out may be the logits.
     """
     WIDE: tl.constexpr = stats_ptr.dtype.element_ty
     blocks = tl.cdiv(V, BLOCK_V)
@@ -107,98 +208,118 @@ def cross_entropy_bwd_kernel(
     if label == ignore_index:
         tl.store(out_ptrs, tl.zeros((BLOCK_V,), out_ptr.dtype.element_ty), mask=columns < V)
     else:
-        x = tl.load(logits_ptr + row * logits_stride_t + columns, mask=columns < V, other=0.0).to(WIDE)
+        z = tl.load(logits_ptr + row * logits_stride_t + columns, mask=columns < V, other=0.0).to(WIDE)
+        if SOFTCAP is not None or SCALE != 1.0:
+            z, slope = _map(z, SOFTCAP, SCALE)
         maximum = tl.load(stats_ptr + row)
         log_sum = tl.load(stats_ptr + stats_stride + row)
         dloss = tl.load(dloss_ptr + row * dloss_stride_t).to(WIDE)
-        dx = tl.exp(x - maximum - log_sum)
+        if total_ptr is not None:
+            dloss /= tl.load(total_ptr)
+        of_label = tl.full((), 1.0, WIDE)
+        if weight_ptr is not None:
+            of_label = tl.load(weight_ptr + label, mask=(label >= 0) & (label < V), other=0.0).to(WIDE)
+        smoothing_part = tl.full((), SMOOTHING, WIDE) / tl.cast(V, WIDE)
+        dx = tl.exp(z - maximum - log_sum)
+        if weight_ptr is not None or Z_LOSS != 0.0:
+            mass = of_label + 2.0 * Z_LOSS * of_label * (maximum + log_sum)
+            if weight_ptr is not None and SMOOTHING != 0.0:
+                mass += smoothing_part * tl.load(weight_sum_ptr) - SMOOTHING * of_label
+            dx *= mass
         if SMOOTHING != 0.0:
-            dx -= tl.full((), SMOOTHING, WIDE) / tl.cast(V, WIDE)
-        dx = dloss * tl.where(columns == label, dx - (1.0 - SMOOTHING), dx)
-        tl.store(out_ptrs, dx.to(out_ptr.dtype.element_ty), mask=columns < V)
+            if weight_ptr is None:
+                dx -= smoothing_part
+            else:
+                dx -= smoothing_part * tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(WIDE)
+        dx = tl.where(columns == label, dx - (1.0 - SMOOTHING) * of_label, dx)
+        if SOFTCAP is not None or SCALE != 1.0:
+            dx *= slope
+        tl.store(out_ptrs, (dloss * dx).to(out_ptr.dtype.element_ty), mask=columns < V)
 
 
-def check_labels(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise on a CPU, assert on a device: reading labels back would make the host wait for the device."""
+def check_values(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """On a device the reduction asserts instead: reading labels back would make the host wait for it."""
     if labels.device.type == "cpu":
         checks.check_label_values(op, labels, vocabulary, ignore_index)
-    else:
-        assert_labels(labels, vocabulary, ignore_index)
 
 
-def assert_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    rows = labels.numel()
+def _constants(options: ce.Options) -> dict[str, object]:
+    return {
+        "SMOOTHING": options.label_smoothing,
+        "SOFTCAP": options.softcap,
+        "SCALE": options.logit_scale,
+        "Z_LOSS": options.z_loss,
+        "BLOCK_V": BLOCK_V,
+        "num_warps": WARPS,
+    }
+
+
+def _weights(weight: Tensor | None, options: ce.Options, stats: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The class weights, and their sum where it is needed."""
+    summed = weight is not None and options.label_smoothing
+    return contiguous(weight), weight.sum(dtype=stats.dtype) if summed else None
+
+
+def row_losses(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, options: ce.Options, losses: Tensor, stats: Tensor
+) -> None:
+    """As csrc_meta.cross_entropy.row_losses_ref, but that ignored rows have zero statistics."""
+    rows, vocabulary = logits.shape
+    logits = as_rows(logits)
+    tensors = (logits, logits.stride(0), labels.contiguous(), *_weights(weight, options, stats))
+    results = (losses, stats, stats.stride(0))
+    sizes = (vocabulary, options.ignore_index)
+    launch(cross_entropy_fwd_kernel, rows, logits, *tensors, *results, *sizes, **_constants(options))
+
+
+def reduce(
+    losses: Tensor, labels: Tensor, weight: Tensor | None, vocabulary: int, options: ce.Options, reduction: str
+) -> tuple[Tensor, Tensor]:
+    """As csrc_meta.cross_entropy.reduce_ref; stops the device at a label out of range."""
+    total = losses.new_empty(())
+    loss = None if reduction == "none" else losses.new_empty(())
+    tensors = (losses, labels.contiguous(), contiguous(weight), loss, total)
     # Triton leaves device_assert out of kernels that aren't compiled for debugging, and adds overflow checks to those
     # that are.
-    options = {"debug": True, "sanitize_overflow": False}
-    blocks = triton.cdiv(rows, BLOCK_T)
+    options_ = {"num_warps": REDUCE_WARPS, "debug": True, "sanitize_overflow": False}
+    sizes = (labels.numel(), vocabulary, options.ignore_index)
     launch(
-        assert_labels_kernel, blocks, labels, labels.contiguous(), rows, vocabulary, ignore_index, BLOCK_T, **options
+        cross_entropy_reduce_kernel,
+        1,
+        losses,
+        *tensors,
+        *sizes,
+        MEAN=reduction == "mean",
+        BLOCK_T=BLOCK_T,
+        **options_,
     )
-
-
-def row_losses(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Loss and statistics of each row, as csrc_meta.cross_entropy.row_losses_ref; ignored rows have zero statistics."""
-    rows, vocabulary = logits.shape
-    losses = logits.new_empty((rows,), dtype=compute_dtype(logits))
-    stats = losses.new_empty((2, rows))
-    logits = as_rows(logits)
-    tensors = (logits, logits.stride(0), labels.contiguous(), losses, stats)
-    constants = {"SMOOTHING": label_smoothing, "BLOCK_V": BLOCK_V, "num_warps": WARPS}
-    launch(cross_entropy_fwd_kernel, rows, logits, *tensors, rows, vocabulary, ignore_index, **constants)
-    return losses, stats
+    return losses if loss is None else loss, total
 
 
 def row_gradients(
-    dloss: Tensor, logits: Tensor, labels: Tensor, stats: Tensor, ignore_index: int, label_smoothing: float, out: Tensor
-) -> Tensor:
-    """Gradient of each row, as csrc_meta.cross_entropy.row_gradients_ref; ``out`` has contiguous columns."""
+    dloss: Tensor,
+    total: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    options: ce.Options,
+    out: Tensor,
+) -> None:
+    """As csrc_meta.cross_entropy.row_gradients_ref; ``out`` has contiguous columns."""
     rows, vocabulary = logits.shape
     logits = as_rows(logits)
     stats = stats if stats.stride(1) == 1 else stats.contiguous()
     dloss_stride = dloss.stride(0) if dloss.dim() else 0
-    tensors = (dloss, dloss_stride, logits, logits.stride(0), labels.contiguous(), stats, stats.stride(0))
-    constants = {"SMOOTHING": label_smoothing, "BLOCK_V": BLOCK_V, "num_warps": WARPS}
+    tensors = (dloss, dloss_stride, total, logits, logits.stride(0), labels.contiguous())
+    tensors += (*_weights(weight, options, stats), stats, stats.stride(0), out, out.stride(0))
+    sizes = (vocabulary, options.ignore_index)
     programs = rows * triton.cdiv(vocabulary, BLOCK_V)
-    launch(
-        cross_entropy_bwd_kernel, programs, logits, *tensors, out, out.stride(0), vocabulary, ignore_index, **constants
-    )
-    return out
+    launch(cross_entropy_bwd_kernel, programs, logits, *tensors, *sizes, **_constants(options))
 
 
-def cross_entropy_fwd(
-    logits: Tensor, labels: Tensor, ignore_index: int, reduction: str, label_smoothing: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_labels("cross_entropy", labels, logits.shape[1], ignore_index)
-    losses, stats = row_losses(logits, labels, ignore_index, label_smoothing)
-    count = (labels != ignore_index).sum().to(losses.dtype)
-    return reduce(losses, count, reduction), stats, count
+KERNELS = ce.RowKernels(check_values, row_losses, reduce, row_gradients)
 
-
-def cross_entropy_bwd(
-    dloss: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
-    count: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
-    upstream = dloss / count if reduction == "mean" else dloss
-    out = logits.new_empty(logits.shape)
-    return row_gradients(upstream, logits, labels, stats, ignore_index, label_smoothing, out)
-
-
-def cross_entropy_bwd_(
-    dloss: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
-    count: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> None:
-    upstream = dloss / count if reduction == "mean" else dloss
-    row_gradients(upstream, logits, labels, stats, ignore_index, label_smoothing, logits)
+cross_entropy_fwd = partial(ce.forward, KERNELS)
+cross_entropy_bwd = partial(ce.backward, KERNELS)
+cross_entropy_bwd_ = partial(ce.backward_mutating, KERNELS)

@@ -2,11 +2,9 @@
 
 from csrc_meta import linear_cross_entropy as chunked
 from csrc_meta.linear_cross_entropy import linear_cross_entropy_scale
-from fusedops.kernels.cross_entropy import check_labels, row_gradients, row_losses
+from fusedops.kernels.cross_entropy import KERNELS
 
 __all__ = ["linear_cross_entropy_bwd", "linear_cross_entropy_fwd", "linear_cross_entropy_scale"]
-
-KERNELS = chunked.RowKernels(check_labels, row_losses, row_gradients)
 
 
 def linear_cross_entropy_fwd(*args):

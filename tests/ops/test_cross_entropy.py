@@ -1,5 +1,7 @@
 """cross_entropy: vocabularies that take several blocks, extreme logits, ignored rows, rejected inputs."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,15 +11,17 @@ from csrc_meta.errors import LabelOutOfRangeError, UnsupportedDtypeError, Unsupp
 from fusedops import functional
 from tests.ops.compare import assert_bounded, assert_close_to_eager, in_dtype, rejection, run, snapshot
 
+REDUCTIONS = ("none", "mean", "sum")
 EAGER = SPECS["cross_entropy"].eager
 INF, NAN = float("inf"), float("nan")
 
 
-def sample(device, rows, vocabulary, dtype=torch.float32, scale=1.0, **kwargs) -> Sample:
+def sample(device, rows, vocabulary, dtype=torch.float32, scale=1.0, weight_dtype=None, **kwargs) -> Sample:
     logits = (torch.randn(rows, vocabulary, device=device) * scale).to(dtype).requires_grad_()
     labels = torch.randint(0, vocabulary, (rows,), device=device)
     labels[::4] = kwargs.get("ignore_index", -100)
-    return Sample("", (logits, labels), kwargs)
+    weight = None if weight_dtype is None else (torch.rand(vocabulary, device=device) * 2).to(weight_dtype)
+    return Sample("", (logits, labels, weight), kwargs)
 
 
 # One block that is full, two with a short one, several; an odd vocabulary has rows that start misaligned.
@@ -27,22 +31,109 @@ def test_cross_entropy_blocks(device, vocabulary, dtype):
     assert_close_to_eager(functional.cross_entropy, EAGER, sample(device, 5, vocabulary, dtype, label_smoothing=0.1))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
-def test_cross_entropy_options(device, reduction, label_smoothing):
+def test_cross_entropy_reductions(device, reduction, label_smoothing):
     for ignore_index in (-100, 3, -1):
         kwargs = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": ignore_index}
         assert_close_to_eager(functional.cross_entropy, EAGER, sample(device, 8, 50, **kwargs))
 
 
+NUMBERS = {
+    "label_smoothing": (0.0, 0.1),
+    "softcap": (None, 4.0),
+    "logit_scale": (1.0, 0.3, -2.0),
+    "z_loss": (0.0, 0.02),
+}
+COMBINATIONS = [dict(zip(NUMBERS, values, strict=True)) for values in itertools.product(*NUMBERS.values())]
+
+
+def named(options: dict) -> str:
+    return "-".join(f"{name}={value}" for name, value in options.items() if value != NUMBERS[name][0]) or "plain"
+
+
+@pytest.mark.parametrize("options", COMBINATIONS, ids=named)
+def test_cross_entropy_options(device, options):
+    """Every combination, with and without class weights; two blocks, the last one short."""
+    for reduction, weight_dtype in (("none", None), ("mean", torch.float32)):
+        case = sample(device, 5, 4099, scale=3.0, weight_dtype=weight_dtype, reduction=reduction, **options)
+        assert_close_to_eager(functional.cross_entropy, EAGER, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_cross_entropy_all_options(device, reduction, dtype):
+    for ignore_index, weight_dtype in ((-100, dtype), (3, torch.float32), (-1, torch.bfloat16)):
+        options = {"label_smoothing": 0.1, "softcap": 4.0, "logit_scale": 0.5, "z_loss": 0.02, "reduction": reduction}
+        case = sample(device, 8, 50, dtype, 3.0, weight_dtype, ignore_index=ignore_index, **options)
+        assert_close_to_eager(functional.cross_entropy, EAGER, case)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_cross_entropy_weights_as_in_torch(device, label_smoothing):
+    """Against torch's own function, of which EAGER makes more: a mean divides by the weights of the labels."""
+    logits, labels, weight = sample(device, 8, 50, weight_dtype=torch.float32).args
+    for reduction in REDUCTIONS:
+        kwargs = {"reduction": reduction, "label_smoothing": label_smoothing}
+        got = functional.cross_entropy(logits, labels, weight, **kwargs)
+        torch.testing.assert_close(got, F.cross_entropy(logits, labels, weight, **kwargs))
+
+
+def test_cross_entropy_z_loss_is_that_of_palm(device):
+    """The equation as it was published: z_loss * log(Z)^2 for each token, in the mean over them."""
+    logits, labels, _ = sample(device, 8, 50).args
+    kept = labels != -100
+    wanted = F.cross_entropy(logits, labels) + 1e-2 * logits.exp().sum(1).log().square()[kept].mean()
+    torch.testing.assert_close(functional.cross_entropy(logits, labels, z_loss=1e-2), wanted)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_cross_entropy_zero_weights(device, reduction):
+    """Classes without weight: a row of such a label has no loss, and a mean over no weight at all is 0 / 0, as in eager."""
+    logits, labels, weight = sample(device, 8, 50, weight_dtype=torch.float32).args
+    weight[labels[1:3]] = 0.0
+    kwargs = {"reduction": reduction, "label_smoothing": 0.1}
+    assert_close_to_eager(functional.cross_entropy, EAGER, Sample("", (logits, labels, weight), kwargs))
+    loss = functional.cross_entropy(logits, labels, weight * 0.0, reduction=reduction)
+    wanted = F.cross_entropy(logits, labels, weight * 0.0, reduction=reduction)
+    torch.testing.assert_close(loss, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1e-3, 1.0, 50.0, 1e4, 1e30])
+def test_cross_entropy_softcap_range(device, magnitude):
+    """From where tanh is the identity to where it is flat; exp of twice the argument would overflow on the way."""
+    case = sample(device, 6, 300, scale=magnitude, softcap=30.0, reduction="none")
+    assert_close_to_eager(functional.cross_entropy, EAGER, case)
+
+
+@pytest.mark.parametrize("argument", [1e-4, 1e-3, 0.1, 0.24, 0.26])
+def test_cross_entropy_softcap_near_zero(device, argument):
+    """Logits of 1 and -1 far below the cap: a small tanh's relative error is that of z."""
+    cap = 1.0 / argument
+    loss = functional.cross_entropy(
+        torch.tensor([[1.0, -1.0]], device=device), torch.zeros(1, device=device).long(), softcap=cap
+    )
+    truth = F.softplus(-2.0 * cap * torch.tensor(argument, dtype=torch.float64).tanh())
+    assert float(loss) == pytest.approx(float(truth), rel=3e-6)
+
+
+def test_cross_entropy_softcap_infinite_logits(device):
+    """The cap makes them finite: loss and gradient are eager's, which are zero beyond the cap."""
+    logits = torch.randn(4, 5000, device=device)
+    logits[0, 3], logits[1, 3], logits[2, 4500], logits[3] = INF, -INF, -INF, INF
+    labels = torch.tensor([3, 3, 4, 7], device=device)
+    case = Sample("", (logits.requires_grad_(), labels), {"softcap": 5.0, "reduction": "none"})
+    assert_close_to_eager(functional.cross_entropy, EAGER, case)
+
+
 def test_cross_entropy_int32_labels(device):
-    logits, labels = sample(device, 8, 50).args
+    logits, labels, _ = sample(device, 8, 50).args
     case = Sample("", (logits, labels.int()), {})
     assert_close_to_eager(functional.cross_entropy, EAGER, case)
 
 
 def test_cross_entropy_strided_labels(device):
-    logits, labels = sample(device, 8, 50).args
+    logits, labels, _ = sample(device, 8, 50).args
     case = Sample("", (logits, torch.stack((labels, labels), 1)[:, 0]), {})
     assert_close_to_eager(functional.cross_entropy, EAGER, case)
 
@@ -106,7 +197,7 @@ def test_cross_entropy_large_logits(device, scale):
         assert_close_to_eager(functional.cross_entropy, EAGER, case)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_cross_entropy_ignored_rows(device, reduction):
     """Loss and gradient of an ignored row are zeros that were written, whatever the row holds."""
     logits = torch.randn(6, 5000, device=device)
@@ -125,10 +216,12 @@ def test_cross_entropy_ignored_rows(device, reduction):
 def test_cross_entropy_all_ignored(device, dtype):
     logits = torch.randn(3, 40, device=device, dtype=dtype).requires_grad_()
     labels = torch.full((3,), -100, device=device)
-    loss = functional.cross_entropy(logits, labels)
-    (dlogits,) = torch.autograd.grad(loss, logits)
-    assert loss.isnan()
-    assert torch.equal(dlogits, torch.zeros_like(dlogits))
+    weight = torch.rand(40, device=device)
+    for args, kwargs in (((), {}), ((weight,), {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1})):
+        loss = functional.cross_entropy(logits, labels, *args, **kwargs)
+        (dlogits,) = torch.autograd.grad(loss, logits)
+        assert loss.isnan()
+        assert torch.equal(dlogits, torch.zeros_like(dlogits))
 
 
 def test_cross_entropy_loss_scale_in_float16(device):
@@ -164,8 +257,8 @@ def test_cross_entropy_autocast(device):
             assert_close_to_eager(functional.cross_entropy, EAGER, sample(device, 6, 40, dtype))
 
 
-def rejects(error: type[Exception], logits, labels, **kwargs) -> str:
-    return rejection(error, lambda: functional.cross_entropy(logits, labels, **kwargs))
+def rejects(error: type[Exception], logits, labels, weight=None, **kwargs) -> str:
+    return rejection(error, lambda: functional.cross_entropy(logits, labels, weight, **kwargs))
 
 
 def test_cross_entropy_rejects_labels_out_of_range():
@@ -223,3 +316,42 @@ def test_cross_entropy_rejects_options():
         rejects(UnsupportedInputError, *args, label_smoothing=1.5),
         """fusedops.cross_entropy: label_smoothing: got 1.5, wants a number in [0, 1]. Pass the probability mass to spread.""",
     )
+    snapshot(
+        rejects(UnsupportedInputError, *args, softcap=0.0),
+        """fusedops.cross_entropy: softcap: got 0.0, wants a positive number or None. Pass the bound of the logits' magnitude.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, *args, logit_scale=NAN),
+        """fusedops.cross_entropy: logit_scale: got nan, wants a finite number. Pass the factor of the logits.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, *args, z_loss=-1e-4),
+        """fusedops.cross_entropy: z_loss: got -0.0001, wants a number that is not negative. Pass the factor of lse^2.""",
+    )
+
+
+def test_cross_entropy_rejects_weights():
+    args = torch.ones(2, 4), torch.zeros(2).long()
+    snapshot(
+        rejects(UnsupportedInputError, *args, torch.ones(3)),
+        """fusedops.cross_entropy: weight: got (3,) float32 on cpu, wants shape (4,). One weight for each class.""",
+    )
+    snapshot(
+        rejects(UnsupportedDtypeError, *args, torch.ones(4).long()),
+        """fusedops.cross_entropy: weight: got (4,) int64 on cpu, wants one of bfloat16, float16, float32, float64. Cast it to a floating-point dtype.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, *args, torch.ones(4, device="meta")),
+        """fusedops.cross_entropy: weight: got (4,) float32 on meta, wants the device of logits, cpu. Move it: weight.to(logits.device).""",
+    )
+
+
+def test_cross_entropy_rejects_weights_that_require_grad():
+    """They would get no gradient: eager has none for them either."""
+    args = torch.ones(2, 4).requires_grad_(), torch.zeros(2).long(), torch.ones(4).requires_grad_()
+    snapshot(
+        rejects(UnsupportedInputError, *args),
+        """fusedops.cross_entropy: weight: got a tensor that requires grad, wants fixed weights. Detach it: weight.detach().""",
+    )
+    with torch.no_grad():
+        functional.cross_entropy(*args)

@@ -62,6 +62,31 @@ def test_linear_cross_entropy_real_size(device, dtype, reduction):
         assert largest_relative_error(a, truth) < bound
 
 
+@DTYPES
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("q_heads", "k_heads", "columns", "rotated"), [(32, 8, 128, 128), (28, 4, 80, 32), (128, 1, 64, 64)]
+)
+def test_rotary_embedding_real_sizes(device, q_heads, k_heads, columns, rotated, interleaved, dtype):
+    q, k = (
+        torch.randn(4, 2048, heads, columns, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (q_heads, k_heads)
+    )
+    angles = torch.rand(1, 2048, rotated, device=device) * 6.3
+    case = Sample("", (q, k, angles.cos().to(dtype), angles.sin().to(dtype)), {"interleaved": interleaved})
+    assert_close_to_eager(op(SPECS["rotary_embedding"]), SPECS["rotary_embedding"].eager, case)
+
+
+@DTYPES
+@pytest.mark.parametrize("shapes", [[(4096, 14336)] * 2, [(4096, 28672)]], ids=["separate", "packed"])
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "tanh"})], ids=str
+)
+def test_gated_real_sizes(device, name, kwargs, shapes, dtype):
+    args = tuple(torch.randn(shape, device=device, dtype=dtype).mul_(3).requires_grad_() for shape in shapes)
+    assert_close_to_eager(op(SPECS[name]), SPECS[name].eager, Sample("", args, kwargs))
+
+
 def test_rms_norm_beyond_32_bit_offsets(device):
     """2^31 elements and some: the last rows are right, forward and backward."""
     rows, columns = 2**31 // 4096 + 64, 4096
@@ -91,6 +116,44 @@ def test_cross_entropy_beyond_32_bit_offsets(device):
     (tail_dlogits,) = torch.autograd.grad(tail_losses, tail, torch.ones_like(tail_losses))
     assert torch.equal(losses[-8:], tail_losses)
     assert torch.equal(dlogits[-8:], tail_dlogits)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_swiglu_beyond_32_bit_offsets(device, packed):
+    """As one long row of more than 2^31 elements, and as rows."""
+    rows, columns = 2**31 // 8192 + 64, 8192
+    shapes = [(rows, 2 * columns)] if packed else [(rows, columns)] * 2
+    args = tuple(torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes)
+    y = functional.swiglu(*args)
+    dy = torch.zeros_like(y)
+    dy[-64:] = torch.randn(64, columns, device=device, dtype=torch.bfloat16)
+    gradients = torch.autograd.grad(y, args, dy)
+    tails = tuple(t.detach()[-64:].clone().requires_grad_() for t in args)
+    tail_y = functional.swiglu(*tails)
+    assert torch.equal(y[-64:], tail_y)
+    for gradient, wanted in zip(gradients, torch.autograd.grad(tail_y, tails, dy[-64:]), strict=True):
+        assert torch.equal(gradient[-64:], wanted)
+        assert not gradient[:-64].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rotary_embedding_beyond_32_bit_offsets(device, transposed):
+    heads, tokens, columns = 32, 2**31 // 4096 + 64, 128
+    shape = (1, tokens, heads, columns) if transposed else (1, heads, tokens, columns)
+    q = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    q = (q.transpose(1, 2) if transposed else q).requires_grad_()
+    angles = torch.rand(1, tokens, columns, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    y, _ = functional.rotary_embedding(q, None, cos, sin)
+    dy = torch.zeros_like(y)
+    dy[:, :, -64:] = torch.randn(1, heads, 64, columns, device=device, dtype=torch.bfloat16)
+    (dq,) = torch.autograd.grad(y, q, dy)
+    tail = q.detach()[:, :, -64:].clone().requires_grad_()
+    tail_y, _ = functional.rotary_embedding(tail, None, cos[:, -64:], sin[:, -64:])
+    (tail_dq,) = torch.autograd.grad(tail_y, tail, dy[:, :, -64:])
+    assert torch.equal(y[:, :, -64:], tail_y)
+    assert torch.equal(dq[:, :, -64:], tail_dq)
+    assert not dq[:, :, :-64].any()
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -131,7 +194,7 @@ def test_number_of_rows_compiles_nothing_new(device):
     kernels = (
         *(rms_norm.rms_norm_fwd_kernel, rms_norm.rms_norm_bwd_kernel),
         *(cross_entropy.cross_entropy_fwd_kernel, cross_entropy.cross_entropy_bwd_kernel),
-        cross_entropy.assert_labels_kernel,
+        cross_entropy.cross_entropy_reduce_kernel,
     )
 
     def step(rows: int) -> int:
@@ -143,6 +206,25 @@ def test_number_of_rows_compiles_nothing_new(device):
 
     compiled = step(48)
     assert [step(rows) for rows in (1, 2, 7, 16, 4096)] == [compiled] * 5
+
+
+def test_number_of_tokens_compiles_nothing_new(device):
+    from fusedops.kernels import gated, rotary_embedding
+
+    kernels = gated.gated_fwd_kernel, gated.gated_bwd_kernel, rotary_embedding.rotary_embedding_kernel
+    qkv = torch.randn(2, 4096, 8, 64, device=device)
+    angles = torch.rand(1, 4096, 64, device=device)
+
+    def step(tokens: int) -> int:
+        packed = qkv[:, :tokens].clone().requires_grad_()
+        q, k, _ = packed.transpose(1, 2).split([4, 2, 2], 1)
+        q, k = functional.rotary_embedding(q, k, angles[:, :tokens].cos(), angles[:, :tokens].sin())
+        h = q.transpose(1, 2).reshape(2, tokens, 256)
+        (functional.swiglu(h, h + 1.0).sum() + functional.swiglu(h).sum() + k.sum()).backward()
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    compiled = step(48)
+    assert [step(tokens) for tokens in (1, 2, 7, 16, 4096)] == [compiled] * 5
 
 
 @pytest.mark.parametrize("call", ["cross_entropy(logits, labels)", "linear_cross_entropy(logits, weight, labels)"])

@@ -1,6 +1,5 @@
 """How launchers are found and registered, and what importing fusedops costs."""
 
-import functools
 import importlib
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from csrc_meta import registry
+from csrc_meta import cross_entropy, registry
 from csrc_meta.errors import DoubleBackwardError
 from fusedops import kernels
 from tests.conftest import INTERPRETED
@@ -92,13 +91,16 @@ def test_differentiating_a_mutating_variant_raises(device):
     """It has no formula, and without one of ours torch would leave its gradient out in silence."""
     leaf = torch.randn(3, 5, device=device).requires_grad_()
     one, labels, stats = torch.ones((), device=device), torch.zeros(3, device=device).long(), leaf.new_zeros(2, 3)
-    call = functools.partial(torch.ops.fusedops.cross_entropy_backward_, one)
-    logits = leaf * 1.0
+
+    def call(logits: torch.Tensor) -> None:
+        options = cross_entropy.Options()
+        torch.ops.fusedops.cross_entropy_backward_(one, logits, labels, None, stats, one, "mean", *options)
+
     with pytest.raises(DoubleBackwardError):
-        call(logits, labels, stats, one, -100, "mean", 0.0)
+        call(leaf * 1.0)
     saved = leaf.exp()
     with torch.no_grad():
-        call(saved, labels, stats, one, -100, "mean", 0.0)
+        call(saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
 
