@@ -29,6 +29,9 @@ class Capture:
 
     name: str
 
+    def __repr__(self) -> str:
+        return self.name
+
 
 def accept(match: "Match") -> str | None:
     return None

@@ -1,0 +1,80 @@
+"""LayerNorm: what is rewritten, and its neighbours that are not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+import fusedops
+from tests.rewriting import calls, compiled, rewritten
+
+X = (2, 3, 24)
+PARAMETERS = {
+    "affine": {},
+    "weight": {"bias": False},
+    "plain": {"elementwise_affine": False},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_layer_norm_rewrites(name, dtype) -> None:
+    torch._dynamo.reset()
+    module, report = nn.LayerNorm(24, eps=1e-3, **PARAMETERS[name]).to(dtype), fusedops.Report()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    leaves = [torch.randn(X, dtype=dtype).requires_grad_(), *module.parameters()]
+    got, expected = compiled(module, report)(leaves[0]), module(leaves[0])
+    assert [s.rule for s in report.sites] == [f"layer_norm.{name}"] and not report.declined
+    assert calls(report) == ["fusedops.layer_norm.default"]
+    gradients = [torch.autograd.grad(y.float().pow(3).sum(), leaves) for y in (got, expected)]
+    for a, b in zip((got, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert (a - b).norm() <= (1e-5 if dtype in (torch.float32, torch.float64) else 0.01) * b.norm()
+
+
+def test_layer_norm_rewritten_graph() -> None:
+    report = rewritten(nn.LayerNorm(24, eps=1e-3), torch.randn(X))
+    lines = [f"{n.name}: {n.target} {n.args}" for n in report.graph_modules[0].graph.nodes if n.op == "call_function"]
+    assert_expected_inline(
+        "\n".join(lines), """layer_norm_1: fusedops.layer_norm.default (arg2_1, arg0_1, arg1_1, 0.001)"""
+    )
+
+
+def _two_dimensions(x, w):
+    return F.layer_norm(x, x.shape[1:])
+
+
+def _bias_alone(x, w):
+    return F.layer_norm(x, (24,), None, w)
+
+
+def _half_precision_x(x, w):
+    return F.layer_norm(x.to(torch.bfloat16), (24,), w, w)
+
+
+NEAR_MISSES = [_two_dimensions, _bias_alone, _half_precision_x]
+
+
+def test_layer_norm_keeps() -> None:
+    reasons = []
+    for spelling in NEAR_MISSES:
+        report = rewritten(spelling, torch.randn(X), torch.randn(24))
+        assert not report.sites and not report.failures, spelling
+        reasons.append(f"{spelling.__name__.strip('_')}: {report.declined[0].reason}")
+    assert_expected_inline(
+        "\n".join(reasons),
+        """\
+two_dimensions: aten.layer_norm.default: expected [columns], found [3, 24]
+bias_alone: weight: expected a plain tensor, found None
+half_precision_x: aten.layer_norm.default computes in torch.bfloat16, the pattern in torch.float32""",
+    )
+
+
+def test_layer_norm_under_autocast() -> None:
+    """Autocast runs it in float32: a result of another dtype than half-precision x has."""
+    x = torch.randn(X, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = rewritten(nn.LayerNorm(24), x)
+        assert not report.sites and "float32" in report.declined[0].reason
+        assert rewritten(nn.LayerNorm(24), x.float()).counts() == {"layer_norm": 1}
