@@ -12,15 +12,14 @@ from csrc_meta.registry import composite
 from csrc_meta.spec import Sample, Spec
 
 ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
-ops = torch.ops.fusedops
+_forward_op = gated.define("geglu")
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
     checks.check_choice("geglu", "approximate", approximate, tuple(ACTIVATIONS))
-    return ops.geglu_forward(gate, up, ACTIVATIONS[approximate])
+    return _forward_op(gate, up, ACTIVATIONS[approximate])
 
 
-gated.define("geglu")
 composite("geglu(Tensor gate, Tensor? up=None, *, str approximate='none') -> Tensor", geglu)
 
 

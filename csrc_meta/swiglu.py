@@ -1,6 +1,5 @@
 """SwiGLU: y = silu(gate) * up, silu(x) = x / (1 + exp(-x))."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -8,14 +7,13 @@ from csrc_meta import gated
 from csrc_meta.registry import composite
 from csrc_meta.spec import Spec
 
-ops = torch.ops.fusedops
+_forward_op = gated.define("swiglu")
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return ops.swiglu_forward(gate, up, "silu")
+    return _forward_op(gate, up, "silu")
 
 
-gated.define("swiglu")
 composite("swiglu(Tensor gate, Tensor? up=None) -> Tensor", swiglu)
 
 
