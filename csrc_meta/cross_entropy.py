@@ -19,10 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from csrc_meta import checks, donation
-from csrc_meta.registry import composite, primitive
+from csrc_meta.registry import composite, no_flops, primitive
 from csrc_meta.spec import Sample, Spec
-
-ops = torch.ops.fusedops
 
 
 class Options(NamedTuple):
@@ -283,9 +281,9 @@ def _backward(ctx, dloss, _dstats, _dtotal):
     (logits, *saved), (dead,) = donation.unpack(ctx, dloss)
     args = (dloss, logits, *saved, ctx.reduction, *ctx.options)
     if dead:
-        ops.cross_entropy_backward_(*args)
+        _backward_op_(*args)
         return logits.detach(), *(None,) * 8
-    return ops.cross_entropy_backward(*args), *(None,) * 8
+    return _backward_op(*args), *(None,) * 8
 
 
 def cross_entropy(
@@ -301,38 +299,34 @@ def cross_entropy(
     z_loss: float = 0.0,
 ) -> Tensor:
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    return ops.cross_entropy_forward(logits, labels, weight, reduction, *options)[0]
+    return _forward_op(logits, labels, weight, reduction, *options)[0]
 
 
-def _no_flops(*args, **kwargs) -> int:
-    return 0  # contractions alone count
-
-
-primitive(
+_forward_op = primitive(
     f"cross_entropy_forward(Tensor logits, Tensor labels, Tensor? weight, str reduction, {OPTIONS_SCHEMA})"
     " -> (Tensor, Tensor, Tensor)",
     check=_check_forward,
     fake=forward_fake,
     reference=partial(forward, REFERENCE),
-    flops=_no_flops,
+    flops=no_flops,
     setup_context=_setup_context,
     backward=_backward,
 )
-primitive(
+_backward_op = primitive(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor? weight, Tensor stats, Tensor total,"
     f" str reduction, {OPTIONS_SCHEMA}) -> Tensor",
     check=partial(_check_backward, "cross_entropy_backward"),
     fake=lambda dloss, logits, *args: logits.new_empty(logits.shape),
     reference=partial(backward, REFERENCE),
-    flops=_no_flops,
+    flops=no_flops,
 )
-primitive(
+_backward_op_ = primitive(
     "cross_entropy_backward_(Tensor dloss, Tensor(a!) logits, Tensor labels, Tensor? weight, Tensor stats,"
     f" Tensor total, str reduction, {OPTIONS_SCHEMA}) -> ()",
     check=_check_mutating,
     fake=lambda *args: None,
     reference=partial(backward_mutating, REFERENCE),
-    flops=_no_flops,
+    flops=no_flops,
 )
 composite(
     "cross_entropy(Tensor logits, Tensor labels, Tensor? weight=None, *, int ignore_index=-100, str reduction='mean',"

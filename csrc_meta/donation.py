@@ -85,7 +85,7 @@ def _references(tensors: tuple[Tensor, ...], i: int) -> References:
     """References to one of the tensors, which no variable may hold: a debugger's copy of it would count."""
     return (
         sys.getrefcount(tensors[i]),
-        tensors[i]._use_count(),
+        tensors[i]._use_count(),  # type: ignore[attr-defined]
         sys.getrefcount(tensors[i].untyped_storage()),
         torch._C._storage_Use_Count(tensors[i].untyped_storage()._cdata),
     )

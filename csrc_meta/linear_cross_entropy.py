@@ -13,10 +13,8 @@ from torch import Tensor
 
 from csrc_meta import checks
 from csrc_meta import cross_entropy as ce
-from csrc_meta.registry import composite, primitive, second_derivative_error
+from csrc_meta.registry import composite, no_flops, primitive, second_derivative_error
 from csrc_meta.spec import Sample, Spec
-
-ops = torch.ops.fusedops
 
 # Each chunk reads and writes the whole float32 gradient of the weight: 8 V H bytes beside 6 rows V H floating-point
 # operations. At 4 TB/s and 700 TFLOP/s that adds 230 / rows to the time of the GEMMs, whatever V and H are.
@@ -281,9 +279,7 @@ def _backward(ctx, dloss, *_):
     if dloss is None:
         return (None,) * 8
     if ctx.reduction == "none":
-        gradients = ops.linear_cross_entropy_backward(
-            dloss, *ctx.saved_tensors, ctx.ignore_index, ctx.label_smoothing, mask
-        )
+        gradients = _backward_op(dloss, *ctx.saved_tensors, ctx.ignore_index, ctx.label_smoothing, mask)
     else:
         # These gradients were made in the forward pass: nothing links them to hidden and weight, and a second
         # derivative would be silently zero. Only create_graph=True runs a backward pass with gradients enabled.
@@ -291,7 +287,7 @@ def _backward(ctx, dloss, *_):
             raise second_derivative_error("linear_cross_entropy")
         count, *summed = ctx.saved_tensors
         count = count if ctx.reduction == "mean" else torch.ones_like(count)
-        gradients = ops.linear_cross_entropy_scale(dloss, count, summed, ctx.dtype)
+        gradients = _scale_op(dloss, count, summed, ctx.dtype)
     dhidden, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
     return dhidden, dweight, None, dbias, None, None, None, None
 
@@ -309,9 +305,7 @@ def linear_cross_entropy(
     # Gradients are made in the forward pass, and only those that a backward pass may ask for.
     recording = torch.is_grad_enabled()
     mask = [recording and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    return ops.linear_cross_entropy_forward(
-        hidden, weight, labels, bias, ignore_index, reduction, label_smoothing, mask
-    )[0]
+    return _forward_op(hidden, weight, labels, bias, ignore_index, reduction, label_smoothing, mask)[0]
 
 
 def _autocast(dtype: torch.dtype, hidden, weight, labels, bias=None, **kwargs):
@@ -337,7 +331,7 @@ def _backward_flops(dloss, hidden, weight, labels, bias, stats, ignore_index, la
     return (1 + mask[0] + mask[1]) * _gemm_flops(hidden, weight)
 
 
-primitive(
+_forward_op = primitive(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, int ignore_index,"
     " str reduction, float label_smoothing, bool[3] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check_forward,
@@ -347,7 +341,7 @@ primitive(
     setup_context=_setup_context,
     backward=_backward,
 )
-primitive(
+_backward_op = primitive(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor labels, Tensor? bias,"
     " Tensor stats, int ignore_index, float label_smoothing, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     check=_check_backward,
@@ -355,12 +349,12 @@ primitive(
     reference=linear_cross_entropy_backward_ref,
     flops=_backward_flops,
 )
-primitive(
+_scale_op = primitive(
     "linear_cross_entropy_scale(Tensor dloss, Tensor count, Tensor[] gradients, ScalarType dtype) -> Tensor[]",
     check=_check_scale,
     fake=_scale_fake,
     reference=linear_cross_entropy_scale,
-    flops=lambda *args, **kwargs: 0,
+    flops=no_flops,
 )
 composite(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, int ignore_index=-100,"

@@ -36,6 +36,7 @@ class Primitive:
         self.overload, self.check = overload, check
         self.kernels: dict[str, Callable[..., Any]] = {}  # by type of device
         self.function: type[torch.autograd.Function] | None = None
+        self.written = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None]
 
     def __call__(self, *args: Any) -> Any:
         tensors = [a for a in args if a is not None and isinstance(a, Tensor)]
@@ -43,10 +44,17 @@ class Primitive:
         if kernel is None or not _is_plain_eager(tensors):
             return self.overload(*args)
         if not torch.is_grad_enabled():
-            return kernel(*args)
+            result = kernel(*args)
+            if self.written:
+                self.count_writes(args)
+            return result
         if self.function is None:
             return self.overload(*args)
         return self.function.apply(*args)
+
+    def count_writes(self, args: Sequence[Any]) -> None:
+        """Let autograd nodes that saved what a mutating variant wrote to notice it: its kernels leave no trace."""
+        torch.autograd.graph.increment_version([args[i] for i in self.written if args[i] is not None])
 
     def differentiate(self, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:
         """Attach the autograd formula, as torch.library.register_autograd does for calls through the dispatcher."""
@@ -137,8 +145,8 @@ def primitive(
     torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=library)
     library.impl(name, _checked(check, reference), "CPU")
     library.impl(name, _checked(check, _no_kernel(name)), "CompositeExplicitAutograd")
-    if _overload(name)._schema.is_mutable:
-        library.impl(name, _mutating(name), "Autograd", with_keyset=True)
+    if defined.written:
+        library.impl(name, _mutating(defined), "Autograd", with_keyset=True)
     else:
         torch.library.register_autograd(
             f"{NAMESPACE}::{name}", backward or _raise_second_derivative(name), setup_context=setup_context, lib=library
@@ -229,17 +237,15 @@ def _raise_second_derivative(name: str) -> Callable[..., Any]:
     return backward
 
 
-def _mutating(name: str) -> Callable[..., Any]:
-    """Autograd of a mutating variant: none, but autograd nodes that saved what it writes to are to notice."""
-    op = _overload(name)
-    written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+def _mutating(primitive: Primitive) -> Callable[..., Any]:
+    """Autograd of a mutating variant: there is none."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            raise second_derivative_error(name)
+            raise second_derivative_error(primitive.overload._opname)
         with torch._C._AutoDispatchBelowAutograd():
-            result = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-        torch.autograd.graph.increment_version([args[i] for i in written if args[i] is not None])
+            result = primitive.overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        primitive.count_writes(args)
         return result
 
     return kernel

@@ -256,8 +256,9 @@ def _constants(options: ce.Options) -> dict[str, object]:
 
 def _weights(weight: Tensor | None, options: ce.Options, stats: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The class weights, and their sum where it is needed."""
-    summed = weight is not None and options.label_smoothing
-    return contiguous(weight), weight.sum(dtype=stats.dtype) if summed else None
+    if weight is None or not options.label_smoothing:
+        return contiguous(weight), None
+    return weight.contiguous(), weight.sum(dtype=stats.dtype)
 
 
 def row_losses(
@@ -279,20 +280,11 @@ def reduce(
     total = losses.new_empty(())
     loss = None if reduction == "none" else losses.new_empty(())
     tensors = (losses, labels.contiguous(), contiguous(weight), loss, total)
+    sizes = (labels.numel(), vocabulary, options.ignore_index)
     # Triton leaves device_assert out of kernels that aren't compiled for debugging, and adds overflow checks to those
     # that are.
-    options_ = {"num_warps": REDUCE_WARPS, "debug": True, "sanitize_overflow": False}
-    sizes = (labels.numel(), vocabulary, options.ignore_index)
-    launch(
-        cross_entropy_reduce_kernel,
-        1,
-        losses,
-        *tensors,
-        *sizes,
-        MEAN=reduction == "mean",
-        BLOCK_T=BLOCK_T,
-        **options_,
-    )
+    constants = {"MEAN": reduction == "mean", "BLOCK_T": BLOCK_T, "num_warps": REDUCE_WARPS}
+    launch(cross_entropy_reduce_kernel, 1, losses, *tensors, *sizes, **constants, debug=True, sanitize_overflow=False)
     return losses if loss is None else loss, total
 
 
@@ -310,12 +302,12 @@ def row_gradients(
     rows, vocabulary = logits.shape
     logits = as_rows(logits)
     stats = stats if stats.stride(1) == 1 else stats.contiguous()
-    dloss_stride = dloss.stride(0) if dloss.dim() else 0
-    tensors = (dloss, dloss_stride, total, logits, logits.stride(0), labels.contiguous())
-    tensors += (*_weights(weight, options, stats), stats, stats.stride(0), out, out.stride(0))
+    upstream = (dloss, dloss.stride(0) if dloss.dim() else 0, total)
+    tensors = (logits, logits.stride(0), labels.contiguous(), *_weights(weight, options, stats))
+    results = (stats, stats.stride(0), out, out.stride(0))
     sizes = (vocabulary, options.ignore_index)
     programs = rows * triton.cdiv(vocabulary, BLOCK_V)
-    launch(cross_entropy_bwd_kernel, programs, logits, *tensors, *sizes, **_constants(options))
+    launch(cross_entropy_bwd_kernel, programs, logits, *upstream, *tensors, *results, *sizes, **_constants(options))
 
 
 KERNELS = ce.RowKernels(check_values, row_losses, reduce, row_gradients)
