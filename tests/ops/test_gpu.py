@@ -31,13 +31,14 @@ def test_rms_norm_real_sizes(device, columns, dtype):
 
 
 @DTYPES
-def test_cross_entropy_real_size(device, dtype):
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "logit_scale": 0.5, "z_loss": 1e-4}], ids=["plain", "all"])
+def test_cross_entropy_real_size(device, dtype, options):
     logits = torch.randn(4096, 128256, device=device, dtype=dtype).mul_(4).requires_grad_()
     labels = torch.randint(0, 128256, (4096,), device=device)
     labels[::3] = -100
-    assert_close_to_eager(
-        functional.cross_entropy, SPECS["cross_entropy"].eager, Sample("", (logits, labels), {"label_smoothing": 0.1})
-    )
+    weight = torch.rand(128256, device=device) + 0.5 if options else None
+    case = Sample("", (logits, labels, weight), {"label_smoothing": 0.1, **options})
+    assert_close_to_eager(functional.cross_entropy, SPECS["cross_entropy"].eager, case)
 
 
 def largest_relative_error(a: torch.Tensor, truth: torch.Tensor) -> float:
