@@ -49,7 +49,7 @@ def check_same_device(op: str, argument: str, t: Tensor, like: str, other: Tenso
 
 
 def check_shape(op: str, argument: str, t: Tensor, shape: Sequence[int], remedy: str) -> None:
-    if t.dim() != len(shape) or any(a != b for a, b in zip(t.shape, shape, strict=True)):
+    if t.shape != tuple(shape):
         raise UnsupportedInputError(message(op, argument, describe(t), f"shape {tuple(shape)}", remedy))
 
 

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from csrc_meta import checks, donation
-from csrc_meta.registry import primitive
+from csrc_meta.registry import Primitive, no_flops, primitive
+from csrc_meta.rms_norm import new_gradient
 from csrc_meta.spec import Sample
-
-ops = torch.ops.fusedops
 
 # The activations and their derivatives, by the names that primitives know them by.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -78,6 +77,8 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def forward_fake(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    if up is not None:
+        return torch.empty_like(gate, memory_format=torch.contiguous_format)
     return gate.new_empty(_output_shape(gate, up))
 
 
@@ -95,10 +96,7 @@ def _activated(gate: Tensor, activation: str) -> Tensor:
 def backward_fake(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, output_mask: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    def gradient(t: Tensor | None, wanted: bool) -> Tensor:
-        return gate.new_empty((0,)) if t is None or not wanted else t.new_empty(t.shape)
-
-    return gradient(gate, output_mask[0]), gradient(up, output_mask[1])
+    return new_gradient(gate, gate, output_mask[0]), new_gradient(up, gate, output_mask[1])
 
 
 def gradient_halves(
@@ -140,45 +138,41 @@ def _setup_context(ctx, inputs, output) -> None:
     donation.save(ctx, gate, up)
 
 
-def _backward(op: str, ctx, dy):
+def _backward(backward_op: Primitive, backward_op_: Primitive, ctx, dy):
     (gate, up), dead = donation.unpack(ctx, dy, ctx.inputs)
     mask = list(ctx.needs_input_grad[:2])
     if all(dead) and all(mask[: ctx.inputs]):
-        getattr(ops, f"{op}_backward_")(dy, gate, up, ctx.activation)
+        backward_op_.overload(dy, gate, up, ctx.activation)
         return gate.detach(), None if up is None else up.detach(), None
-    dgate, dup = getattr(ops, f"{op}_backward")(dy, gate, up, ctx.activation, mask)
+    dgate, dup = backward_op(dy, gate, up, ctx.activation, mask)
     return dgate if mask[0] else None, dup if mask[1] else None, None
 
 
-def _no_flops(*args, **kwargs) -> int:
-    return 0  # FlopCounterMode counts contractions alone, and totals must not change when a model is rewritten
-
-
-def define(op: str) -> None:
-    """Define the primitives of an operator: ``<op>_forward`` and ``<op>_backward``, and ``<op>_backward_``, which writes
-    the gradients of gate and up over them."""
-    primitive(
-        f"{op}_forward(Tensor gate, Tensor? up, str activation) -> Tensor",
-        check=functools.partial(_check_forward, op),
-        fake=forward_fake,
-        reference=forward_ref,
-        flops=_no_flops,
-        setup_context=_setup_context,
-        backward=functools.partial(_backward, op),
-    )
-    primitive(
+def define(op: str) -> Primitive:
+    """Define the primitives of an operator: ``<op>_forward``, which is returned, ``<op>_backward``, and
+    ``<op>_backward_``, which writes the gradients of gate and up over them."""
+    backward_op = primitive(
         f"{op}_backward(Tensor dy, Tensor gate, Tensor? up, str activation, bool[2] output_mask) -> (Tensor, Tensor)",
         check=functools.partial(_check_backward, op),
         fake=backward_fake,
         reference=backward_ref,
-        flops=_no_flops,
+        flops=no_flops,
     )
-    primitive(
+    backward_op_ = primitive(
         f"{op}_backward_(Tensor dy, Tensor(a!) gate, Tensor(b!)? up, str activation) -> ()",
         check=functools.partial(_check_mutating, op),
         fake=lambda *args: None,
         reference=backward_mutating_ref,
-        flops=_no_flops,
+        flops=no_flops,
+    )
+    return primitive(
+        f"{op}_forward(Tensor gate, Tensor? up, str activation) -> Tensor",
+        check=functools.partial(_check_forward, op),
+        fake=forward_fake,
+        reference=forward_ref,
+        flops=no_flops,
+        setup_context=_setup_context,
+        backward=functools.partial(_backward, backward_op, backward_op_),
     )
 
 

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from csrc_meta import checks
-from csrc_meta.registry import composite, primitive
+from csrc_meta.registry import composite, no_flops, primitive
 from csrc_meta.spec import Sample, Spec
-
-ops = torch.ops.fusedops
 
 FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
@@ -46,11 +44,11 @@ def _check_tables(op: str, like: str, x: Tensor, cos: Tensor, sin: Tensor, secti
     batch, _, tokens, columns = x.shape
     checks.check_dtype(op, "cos", cos, checks.FLOATING, "Cast it to a floating-point dtype.")
     checks.check_same_device(op, "cos", cos, like, x)
-    wants = f"shape ({'S, ' if sections is not None else ''}{'' if batch == 1 else '1 or '}{batch}, {tokens}, R)"
     fits = cos.dim() == (3 if sections is None else 4) and cos.shape[-3] in (1, batch) and cos.shape[-2] == tokens
     rotated = cos.shape[-1] if fits else 0
-    if not fits or rotated % 2 or not 0 < rotated <= columns:
-        wants += f" with R even, at most {columns}"
+    if rotated % 2 or not 0 < rotated <= columns:
+        batches, tables = "1" if batch == 1 else f"1 or {batch}", "" if sections is None else "S, "
+        wants = f"shape ({tables}{batches}, {tokens}, R) with R even, at most {columns}"
         remedy = "Tables have no head dimension: leave out unsqueeze(1)."
         raise checks.UnsupportedInputError(checks.message(op, "cos", checks.describe(cos), wants, remedy))
     checks.check_same_dtype(op, "sin", sin, "cos", cos)
@@ -207,7 +205,7 @@ def _backward(ctx, dq, dk):
     if dq is None and dk is None:
         return (None,) * 7
     arguments = (*ctx.saved_tensors, ctx.interleaved, ctx.sections, *ctx.orders)
-    grad_q, grad_k = ops.rotary_embedding_backward(dq, dk, *arguments)
+    grad_q, grad_k = _backward_op(dq, dk, *arguments)
     return None if dq is None else grad_q, None if dk is None else grad_k, *(None,) * 5
 
 
@@ -223,7 +221,7 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return _differentiable(q, k, cos, sin, interleaved, sections, memory_format)
-    return ops.rotary_embedding_forward(q, k, cos, sin, interleaved, sections, memory_format)
+    return _forward_op(q, k, cos, sin, interleaved, sections, memory_format)
 
 
 def _differentiable(
@@ -245,27 +243,23 @@ def _differentiable(
     )
 
 
-def _no_flops(*args, **kwargs) -> int:
-    return 0  # FlopCounterMode counts contractions alone, and totals must not change when a model is rewritten
-
-
-primitive(
+_forward_op = primitive(
     "rotary_embedding_forward(Tensor q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, int[]? sections,"
     " MemoryFormat? memory_format) -> (Tensor, Tensor)",
     check=_check_forward,
     fake=forward_fake,
     reference=forward_ref,
-    flops=_no_flops,
+    flops=no_flops,
     setup_context=_setup_context,
     backward=_backward,
 )
-primitive(
+_backward_op = primitive(
     "rotary_embedding_backward(Tensor? dq, Tensor? dk, Tensor cos, Tensor sin, bool interleaved, int[]? sections,"
     " int[] q_order, int[] k_order) -> (Tensor, Tensor)",
     check=_check_backward,
     fake=backward_fake,
     reference=backward_ref,
-    flops=_no_flops,
+    flops=no_flops,
 )
 composite(
     "rotary_embedding(Tensor q, Tensor? k, Tensor cos, Tensor sin, *, bool interleaved=False, int[]? sections=None,"

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csrc_meta import gated
-from fusedops.kernels.launch import as_rows, launch
+from fusedops.kernels.launch import as_rows, cdiv, launch, power_of_2
 
 TILE = 2048
 WARPS = 4
@@ -128,10 +128,10 @@ def _launch(kernel, tensors: tuple[Tensor | None, ...], activation: str) -> None
     else:
         rows = [None if t is None else as_rows(t) for t in tensors]
         m, n = rows[0].shape
-        block_n = min(triton.next_power_of_2(max(n, 1)), TILE)
+        block_n = min(power_of_2(n), TILE)
         arguments = [a for t in rows for a in (t, 0 if t is None else t.stride(0))]
     block_m = TILE // block_n
-    programs = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
+    programs = cdiv(m, block_m) * cdiv(n, block_n)
     constants = {"ACTIVATION": activation, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": WARPS}
     launch(kernel, programs, first, *arguments, m, n, **constants)
 
@@ -147,7 +147,7 @@ def gated_bwd(
 ) -> tuple[Tensor, Tensor]:
     dgate, dup = gated.backward_fake(dy, gate, up, activation, output_mask)
     targets = gated.gradient_halves(dgate, dup, up is None, output_mask)
-    if targets != (None, None):
+    if any(t is not None for t in targets):
         _launch(gated_bwd_kernel, (dy, *gated.halves(gate, up), *targets), activation)
     return dgate, dup
 

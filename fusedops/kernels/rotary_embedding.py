@@ -11,8 +11,10 @@ q and k share one launch, and each program turns a tile of one of them. H, D, R 
 constants (a model has one or two of each), B and T are not.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csrc_meta.rotary_embedding import backward_fake, forward_fake
-from fusedops.kernels.launch import launch
+from fusedops.kernels.launch import cdiv, launch, power_of_2
 
 ELEMENTS = 4096  # of a tile
 HEADS = 8  # at least, in a tile of a tensor that has them: a row of the tables is read once for all of them
@@ -178,9 +180,39 @@ def rotary_embedding_kernel(
 
 def _block(heads: int, columns: int) -> tuple[int, int]:
     """Tokens and heads of a tile. A number of heads that is no power of two is split into blocks that waste little."""
-    rows = max(ELEMENTS // triton.next_power_of_2(columns), 1)
-    block_h = min(max(heads & -heads, min(triton.next_power_of_2(heads), HEADS)), rows)
+    rows = max(ELEMENTS // power_of_2(columns), 1)
+    block_h = min(max(heads & -heads, min(power_of_2(heads), HEADS)), rows)
     return rows // block_h, block_h
+
+
+@functools.cache
+def _constants(
+    q_heads: int,
+    k_heads: int,
+    columns: int,
+    rotated: int,
+    sections: tuple[int, ...],
+    interleaved: bool,
+    backward: bool,
+) -> dict[str, Any]:
+    q_block_t, q_block_h = _block(q_heads, columns)
+    k_block_t, k_block_h = _block(max(k_heads, 1), columns)
+    return {
+        "Q_HEADS": q_heads,
+        "K_HEADS": k_heads,
+        "D": columns,
+        "R": rotated,
+        "SECTION_ENDS": tuple(itertools.accumulate(sections[:-1])),
+        "INTERLEAVED": interleaved,
+        "BACKWARD": backward,
+        "Q_BLOCK_T": q_block_t,
+        "Q_BLOCK_H": q_block_h,
+        "K_BLOCK_T": k_block_t,
+        "K_BLOCK_H": k_block_h,
+        "BLOCK_PAIRS": power_of_2(rotated // 2),
+        "BLOCK_TAIL": power_of_2(columns - rotated),
+        "num_warps": WARPS,
+    }
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
@@ -209,29 +241,12 @@ def _rotate_into(
     (q, q_out), (k, k_out) = [*given, (None, None)][:2]
     batch, q_heads, length, columns = q.shape
     k_heads = 0 if k is None else k.shape[1]
-    tokens, pairs = batch * length, cos.shape[-1] // 2
     cos, sin, table_strides = _tables(cos, sin)
-    q_block_t, q_block_h = _block(q_heads, columns)
-    k_block_t, k_block_h = _block(max(k_heads, 1), columns)
-    programs = triton.cdiv(tokens, q_block_t) * triton.cdiv(q_heads, q_block_h)
-    programs += triton.cdiv(tokens, k_block_t) * triton.cdiv(k_heads, k_block_h)
+    constants = _constants(q_heads, k_heads, columns, cos.shape[-1], tuple(sections or ()), interleaved, backward)
+    tokens = batch * length
+    programs = cdiv(tokens, constants["Q_BLOCK_T"]) * cdiv(q_heads, constants["Q_BLOCK_H"])
+    programs += cdiv(tokens, constants["K_BLOCK_T"]) * cdiv(k_heads, constants["K_BLOCK_H"])
     tensors = [a for t in (q, q_out, k, k_out) for a in (t, *((0, 0, 0) if t is None else t.stride()[:3]))]
-    constants = {
-        "Q_HEADS": q_heads,
-        "K_HEADS": k_heads,
-        "D": columns,
-        "R": 2 * pairs,
-        "SECTION_ENDS": tuple(itertools.accumulate(sections[:-1])) if sections else (),
-        "INTERLEAVED": interleaved,
-        "BACKWARD": backward,
-        "Q_BLOCK_T": q_block_t,
-        "Q_BLOCK_H": q_block_h,
-        "K_BLOCK_T": k_block_t,
-        "K_BLOCK_H": k_block_h,
-        "BLOCK_PAIRS": triton.next_power_of_2(pairs),
-        "BLOCK_TAIL": triton.next_power_of_2(max(columns - 2 * pairs, 1)),
-        "num_warps": WARPS,
-    }
     launch(rotary_embedding_kernel, programs, q, *tensors, cos, sin, *table_strides, length, tokens, **constants)
 
 
