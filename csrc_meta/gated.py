@@ -142,7 +142,7 @@ def _backward(backward_op: Primitive, backward_op_: Primitive, ctx, dy):
     (gate, up), dead = donation.unpack(ctx, dy, ctx.inputs)
     mask = list(ctx.needs_input_grad[:2])
     if all(dead) and all(mask[: ctx.inputs]):
-        backward_op_.overload(dy, gate, up, ctx.activation)
+        backward_op_(dy, gate, up, ctx.activation)
         return gate.detach(), None if up is None else up.detach(), None
     dgate, dup = backward_op(dy, gate, up, ctx.activation, mask)
     return dgate if mask[0] else None, dup if mask[1] else None, None
