@@ -53,7 +53,7 @@ def check_shape(op: str, argument: str, t: Tensor, shape: Sequence[int], remedy:
         raise UnsupportedInputError(message(op, argument, describe(t), f"shape {tuple(shape)}", remedy))
 
 
-def check_choice(op: str, argument: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(op: str, argument: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         raise UnsupportedInputError(
             message(op, argument, repr(value), f"one of {', '.join(map(repr, choices))}", "Pass one of these.")

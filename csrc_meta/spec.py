@@ -31,7 +31,7 @@ class Spec:
 
     name: str
     samples: Callable[[torch.device, torch.dtype], Iterator[Sample]]
-    eager: Callable[..., torch.Tensor]
+    eager: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
     bytes_moved: Callable[..., int]
     flops: Callable[..., int]
     source: str

@@ -127,7 +127,7 @@ def _launch(kernel, tensors: tuple[Tensor | None, ...], activation: str) -> None
         arguments = [a for t in tensors for a in (t, n)]
     else:
         rows = [None if t is None else as_rows(t) for t in tensors]
-        m, n = rows[0].shape
+        m, n = first.shape[:-1].numel(), first.shape[-1]
         block_n = min(power_of_2(n), TILE)
         arguments = [a for t in rows for a in (t, 0 if t is None else t.stride(0))]
     block_m = TILE // block_n

@@ -238,7 +238,8 @@ def _rotate_into(
     ]
     if not given:
         return
-    (q, q_out), (k, k_out) = [*given, (None, None)][:2]
+    q, q_out = given[0]
+    k, k_out = given[1] if len(given) == 2 else (None, None)
     batch, q_heads, length, columns = q.shape
     k_heads = 0 if k is None else k.shape[1]
     cos, sin, table_strides = _tables(cos, sin)
