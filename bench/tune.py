@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import machine
-from fusedops.kernels import add_rms_norm, layer_norm, norm, rms_norm, tuned
+from fusedops.kernels import add_rms_norm, launch, layer_norm, norm, rms_norm, tuned
 
 TABLE = Path(tuned.__file__).with_name("tuned.json")
 ELEMENTS = 2**25  # of each tensor: 64 MiB in bfloat16
@@ -34,9 +34,11 @@ LEAST_ROWS = 4096
 ROUNDS, LAUNCHES = 5, 16
 # A candidate replaces what there is only where it is faster by more than timings of the same thing differ.
 LEAST_GAIN = 0.01
+# Registers that are spilled may cost more beside other work than alone: such a candidate has to be much faster.
+SPILLING = 1.1
 EPS = 1e-6
 
-Settings = dict[str, int]
+Settings = dict[str, int]  # True and False are 1 and 0 to a kernel
 
 
 class Case(NamedTuple):
@@ -57,19 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = [(case, settings) for case in cases for settings in candidates(case)]
     console.print(f"compiling {len(jobs)} candidates")
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        usable = list(pool.map(compiles, jobs, chunksize=8))
+        spilled = list(pool.map(registers_spilled, jobs, chunksize=8))
     result = Table("kernel", "dtype", "columns", "ms", "before", "best settings")
     record: dict[str, Any] = {"machine": machine.describe(device), "cases": []}
     for case in cases:
         step = KERNELS[case.kernel](case, max(ELEMENTS // case.columns, LEAST_ROWS), device)
         present = tuned.find(tuned.architecture(device), case.kernel, case.dtype.itemsize, case.columns)
         before = milliseconds(case, present, step)
-        mine = [settings for (c, settings), works in zip(jobs, usable, strict=True) if c == case and works]
-        timings = sorted(((milliseconds(case, s, step), s) for s in mine), key=lambda timing: timing[0])
+        mine = [
+            (settings, spills)
+            for (c, settings), spills in zip(jobs, spilled, strict=True)
+            if c == case and spills is not None
+        ]
+        timings = [(milliseconds(case, settings, step), settings, spills) for settings, spills in mine]
+        timings.sort(key=lambda timing: timing[0] * (SPILLING if timing[2] else 1.0))
         del step
-        best, settings = timings[0]
+        best, settings, _ = timings[0]
         name = str(case.dtype).removeprefix("torch.")
-        fastest = [{"ms": ms, **s} for ms, s in timings[:8]]
+        fastest = [{"ms": ms, "spills": spills, **s} for ms, s, spills in timings[:8]]
         record["cases"].append({"kernel": case.kernel, "columns": case.columns, "dtype": name, "fastest": fastest})
         result.add_row(case.kernel, name, str(case.columns), f"{best:.4f}", f"{before:.4f}", str(settings))
         if options.write and best < (1 - LEAST_GAIN) * before:
@@ -90,12 +97,12 @@ def candidates(case: Case) -> Iterator[Settings]:
             yield sizes
             continue
         for stages, programs in itertools.product((1, 2, 3, 4), (1, 2, 3, 4)):
-            staged = stages * rows * case.columns * case.dtype.itemsize * 2 if stages > 1 else 0
+            # Stages are buffers in shared memory, of which no device has more.
+            staged = (stages - 1) * rows * case.columns * case.dtype.itemsize * 2
             if programs * warps <= 32 and programs * staged <= 200_000:
-                yield sizes | {"STAGES": stages, "programs": programs, "RELOAD": 0}
-        if case.columns >= 4096:
-            for programs in (1, 2):
-                yield sizes | {"STAGES": 1, "programs": programs, "RELOAD": 1}
+                for reconvert in (False, True):
+                    if not reconvert or case.columns >= 8192:
+                        yield sizes | {"STAGES": stages, "programs": programs, "RECONVERT": reconvert}
 
 
 @contextmanager
@@ -115,16 +122,19 @@ def using(case: Case, settings: Settings) -> Iterator[None]:
     forget()
 
 
-def compiles(job: tuple[Case, Settings]) -> bool:
-    """Compile a candidate into Triton's cache; whether the device can run it."""
+def registers_spilled(job: tuple[Case, Settings]) -> int | None:
+    """Compile a candidate, for the width itself and for one that is no power of two; None if the device refuses it."""
     case, settings = job
+    device = torch.device("cuda", torch.cuda.current_device())
+    launch._compiled.clear()
     try:
         with using(case, settings):
-            KERNELS[case.kernel](case, 3, torch.device("cuda", torch.cuda.current_device()))()
+            for columns in (case.columns, case.columns * 5 // 8):
+                KERNELS[case.kernel](case._replace(columns=columns), 3, device)()
         torch.cuda.synchronize()
     except Exception:
-        return False
-    return True
+        return None
+    return max(compiled.n_spills for compiled, _ in launch._compiled.values())
 
 
 def milliseconds(case: Case, settings: Settings, step: Callable[[], object]) -> float:

@@ -228,6 +228,18 @@ def _scaled(
     return g
 
 
+@triton.jit
+def _anew(x):
+    """x itself, of which the compiler can't know that it has converted it before: the third program id is always zero."""
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True) ^ tl.program_id(2).to(tl.int16)
+    elif x.dtype.primitive_bitwidth == 32:
+        bits = x.to(tl.int32, bitcast=True) ^ tl.program_id(2)
+    else:
+        bits = x.to(tl.int64, bitcast=True) ^ tl.program_id(2).to(tl.int64)
+    return bits.to(x.dtype, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["M"])
 def norm_bwd_kernel(
     dy_ptr,
@@ -250,7 +262,7 @@ def norm_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    RELOAD: tl.constexpr,
+    RECONVERT: tl.constexpr,
 ):
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + ds, xhat = (x - mean) * rstd, g = dy * (offset + w).
 
@@ -277,11 +289,10 @@ def norm_bwd_kernel(
             product = tl.sum(g * xhat, 1, keep_dims=True) / N
             if mean_ptr is not None:
                 gradient = tl.sum(g, 1, keep_dims=True) / N
-            if RELOAD:
-                # Out of the first-level cache: held until both sums are known, they would take the registers that dw
-                # and db need. Another eviction policy makes them other loads to the compiler.
-                x = tl.load(x_ptr + rows * x_stride_m + columns, mask=mask, other=0.0, eviction_policy="evict_first")
-                dy = tl.load(dy_ptr + rows * dy_stride_m + columns, mask=mask, other=0.0, eviction_policy="evict_first")
+            if RECONVERT:
+                # Held in float32 until both sums are known, they would take the registers that dw and db need.
+                x = _anew(x)
+                dy = _anew(dy)
         xhat = _normalised(x, mean_ptr, rstd, rows, M, columns, N, BLOCK_N)
         if dw_ptr is not None:
             dw += dy.to(WIDE) * _round(xhat, x.dtype, CAST)
@@ -487,7 +498,7 @@ def _backward_sizes(
         return norm_bwd_wide_kernel, WIDE_BACKWARD, max(WARPS_PER_PROCESSOR // WIDE_BACKWARD["num_warps"], 1)
     # Wide elements, and dw alone (on sm_100), spill where a warp holds more.
     spills = element_size > 2 or not wants_dx
-    sizes = _whole_rows(columns, 512 if columns <= SHORT_ROW or spills else 1024) | {"STAGES": 1, "RELOAD": 0}
+    sizes = _whole_rows(columns, 512 if columns <= SHORT_ROW or spills else 1024) | {"STAGES": 1, "RECONVERT": False}
     if wants_dx:
         sizes |= tuned.find(arch, f"{op}_bwd", element_size, sizes["BLOCK_N"])
     per_processor = sizes.pop("programs", None) or max(WARPS_PER_PROCESSOR // sizes["num_warps"], 1)

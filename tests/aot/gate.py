@@ -21,6 +21,10 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# Bytes of registers that may be spilled, by beginnings of cases. Rows of 16384 elements with sums of two gradients take
+# nearly all registers of a processor: what spills stays in its first-level cache, and on an H200 the next best settings
+# without it take a third longer.
+ALLOWED_SPILLS = {"layer_norm 16384": 160}
 # Tiles from this size on are a kernel's main data; smaller ones hold weights of short rows, statistics and labels.
 MAIN_ELEMENTS = 1024
 
@@ -104,7 +108,8 @@ def judge(unit: Unit) -> Verdict:
     asserts = unit.options["debug"]
     wanted = _main_loads(compiled, target.warp_size) if unit.aligned and not asserts else 0
     problem = ""
-    if spilled and not asserts:
+    allowed = max((n for case, n in ALLOWED_SPILLS.items() if unit.launch.case.startswith(case)), default=0)
+    if spilled > allowed and not asserts:
         problem = f"spills {spilled} bytes or registers"
     elif loads < wanted:
         problem = f"{loads} of {wanted} main loads are 16 bytes wide"
@@ -148,7 +153,10 @@ def _cuda_usage(compiled: Any) -> tuple[int, int, int]:
     registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups())
     ptx = compiled.asm["ptx"]
     loads = len(re.findall(r"ld\.global\S*\.(?:v4\.[bfu]32|v2\.[bfu]64)", ptx))
-    return registers, stack + local, loads + 2 * len(re.findall(r"ld\.global\S*\.(?:v8\.[bfu]32|v4\.[bfu]64)", ptx))
+    loads += 2 * len(re.findall(r"ld\.global\S*\.(?:v8\.[bfu]32|v4\.[bfu]64)", ptx))
+    # Loads of later stages of a loop: one in the text for each stage that is loaded before the loop, and one in it.
+    loads += len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx))
+    return registers, stack + local, loads
 
 
 def _hip_usage(compiled: Any) -> tuple[int, int, int]:

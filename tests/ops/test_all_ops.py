@@ -150,7 +150,8 @@ def test_gradients_only_for_what_needs_them(name, device):
             got = run(op(spec), alone, upstream).gradients
         wanted = run(op(spec), sample, upstream).gradients
         index = next(i for i, leaf in enumerate(leaves(sample)) if leaf is kept)
-        assert torch.equal(got[0], wanted[index])
+        # Another kernel, without the other gradients: products may be rounded where they were not, and the reverse.
+        torch.testing.assert_close(got[0], wanted[index])
         for func, call in recorder.calls:
             if func._schema.arguments[-1].name == "output_mask":
                 assert sum(call[-1]) == 1, f"{func} computed {call[-1]}"
