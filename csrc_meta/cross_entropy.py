@@ -252,7 +252,7 @@ def backward_into(
 
 
 def backward(kernels: RowKernels, dloss: Tensor, logits: Tensor, *args: Any) -> Tensor:
-    dlogits = logits.new_empty(logits.shape)
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     backward_into(kernels, dlogits, dloss, logits, *args)
     return dlogits
 
@@ -316,7 +316,7 @@ _backward_op = primitive(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor? weight, Tensor stats, Tensor total,"
     f" str reduction, {OPTIONS_SCHEMA}) -> Tensor",
     check=partial(_check_backward, "cross_entropy_backward"),
-    fake=lambda dloss, logits, *args: logits.new_empty(logits.shape),
+    fake=lambda dloss, logits, *args: torch.empty_like(logits, memory_format=torch.contiguous_format),
     reference=partial(backward, REFERENCE),
     flops=no_flops,
 )
