@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from csrc_meta import SPECS, Sample
 from csrc_meta.errors import UnsupportedDtypeError, UnsupportedInputError
 from fusedops import functional
+from tests.conftest import INTERPRETED
 from tests.ops.compare import Recorder, assert_close_to_eager, op, rejection, run, snapshot, upstream_like
 
 SPEC = SPECS["rotary_embedding"]
@@ -209,6 +211,26 @@ def test_rotary_embedding_empty(device, shape):
     gradients = torch.autograd.grad(outputs, (q, k), [torch.ones_like(y) for y in outputs])
     assert [t.shape for t in (*outputs, *gradients)] == [q.shape, k.shape] * 2
     torch.testing.assert_close(outputs[1], EAGER(q, k, cos, sin)[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="traces, which no kernel takes part in")
+def test_rotary_embedding_one_graph_for_all_lengths(device):
+    """Strides of what is traced with symbolic sizes are those that come out, and no length is compiled anew."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attention_inputs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k = x.view(batch, tokens, 6, 16).transpose(1, 2).split([4, 2], 1)
+        q, k = functional.rotary_embedding(q, k, cos, sin)
+        return q.transpose(1, 2).reshape(batch, tokens, 64).square().sum() + k.sum()
+
+    compiled = torch.compile(attention_inputs, backend=counter, dynamic=True)
+    for tokens in (5, 7, 33, 2):
+        x = torch.randn(2, tokens, 96, device=device).requires_grad_()
+        cos, sin = tables(device, 1, tokens, 16)
+        (got,), (wanted,) = (torch.autograd.grad(f(x, cos, sin), x) for f in (compiled, attention_inputs))
+        assert torch.equal(got, wanted)
+    assert counter.frame_count == 1
 
 
 def test_rotary_embedding_autocast(device):
