@@ -73,9 +73,13 @@ def step(
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest relative difference between gradients of the same name."""
+    """The largest relative difference between gradients of the same name.
+
+    One that cancels to nothing, as that of a key's bias does, is measured by the largest of the others.
+    """
     assert a.keys() == b.keys()
-    return max(((a[n] - b[n]).float().norm() / a[n].float().norm().clamp_min(1e-30)).item() for n in a)
+    floor = 1e-4 * max(g.float().norm().item() for g in a.values())
+    return max((a[n] - b[n]).float().norm().item() / max(a[n].float().norm().item(), floor, 1e-30) for n in a)
 
 
 def rewritten(function: Callable, *args, **kwargs) -> fusedops.Report:

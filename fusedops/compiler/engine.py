@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fusedops.compiler.match import Match, Mismatch, matches
 from fusedops.compiler.normalise import REGIONS, autocast_regions, open_autocast, trace
@@ -15,6 +16,9 @@ from fusedops.compiler.report import Declined, Report, Site, module_path
 from fusedops.compiler.rule import Pattern, Rule, outputs
 
 ON_DEMAND = "fusedops_on_demand"
+# To AOTAutograd's partitioner an operator that it does not know is too dear to be computed twice. In what activation
+# checkpointing marks in this way, the id tells regions apart; here all is one region.
+_RECOMPUTED = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}
 _DEVICES = ("cpu", "cuda", "xpu")
 _PURE = {torch.tensor, torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not}
 
@@ -37,13 +41,14 @@ class Policy:
 def rewrite(gm: GraphModule, policy: Policy, report: Report) -> int:
     """Rewrite a normalised graph and the bodies of its higher-order operators in place; the number of sites replaced."""
     replaced = 0
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            # Only the outermost graph's outputs reach the user.
-            allowed = policy if module is gm else Policy(policy.rules, policy.disabled, defers_outputs=False)
-            replaced += _GraphRewriter(module, allowed, report).run()
-            if module is not gm:
-                _forget_output_values(module.graph)
+    graphs = [m for m in gm.modules() if isinstance(m, GraphModule)]
+    for module in graphs:
+        # Only the outermost graph's outputs reach the user.
+        allowed = policy if module is gm else Policy(policy.rules, policy.disabled, defers_outputs=False)
+        # Where there are bodies, checkpointed ones may say what is recomputed; two opinions would not go together.
+        replaced += _GraphRewriter(module, allowed, report, recomputes=len(graphs) == 1).run()
+        if module is not gm:
+            _forget_output_values(module.graph)
     return replaced
 
 
@@ -54,8 +59,8 @@ def _forget_output_values(graph: Graph) -> None:
 
 
 class _GraphRewriter:
-    def __init__(self, gm: GraphModule, policy: Policy, report: Report) -> None:
-        self.gm, self.policy, self.report = gm, policy, report
+    def __init__(self, gm: GraphModule, policy: Policy, report: Report, recomputes: bool) -> None:
+        self.gm, self.policy, self.report, self.recomputes = gm, policy, report, recomputes
         self.epochs = _epochs(gm.graph)
         self.attempts: dict[Node, Mismatch] = {}
 
@@ -152,7 +157,8 @@ class _GraphRewriter:
             reason = _observable_difference(old.meta["val"], result.meta["val"])
             if reason:
                 return reason
-        copies = self.copy_before(place, new.graph, list(tensors.values()), match.root.meta)
+        meta = match.root.meta | (_RECOMPUTED if match.rule.recomputes and self.recomputes else {})
+        copies = self.copy_before(place, new.graph, list(tensors.values()), meta)
         interior = set(match.interior)
         for old, result in zip(match.results, results, strict=True):
             old.replace_all_uses_with(copies[result], delete_user_cb=lambda user: user not in interior)

@@ -59,6 +59,8 @@ class Rule:
         numbers: captured numbers by name, each with a value that occurs nowhere else in the pattern. A size of the
             model is one too: sliced at its marker, one pattern serves every head size, and the guard compares sizes.
         results: how many results there are.
+        recomputes: whether the backward pass computes the results again instead of keeping them. Meant for what is cheap
+            to compute from operands that its own backward keeps in any case.
         anchor: an ATen operator in the pattern by which a reader recognises such a site: one that is left over is
             reported as declined, and a graph without any is not searched.
         guard: reads a structural match; returns None, or the reason for declining.
@@ -72,6 +74,7 @@ class Rule:
     anchor: torch._ops.OpOverload
     numbers: Mapping[str, float | int] = field(default_factory=dict)
     results: int = 1
+    recomputes: bool = False
     guard: Callable[["Match"], str | None] = accept
 
     def patterns(self, dtypes: Collection[torch.dtype]) -> "list[Pattern]":

@@ -56,6 +56,7 @@ def rules(op: str, name: str, activation: Activation, anchor: torch._ops.OpOverl
             examples=partial(_examples, names),
             numbers=numbers,
             anchor=anchor,
+            recomputes=True,
             guard=guard,
         )
 

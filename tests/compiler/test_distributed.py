@@ -25,7 +25,7 @@ dist._DEFAULT_FIRST_BUCKET_BYTES = 4096
 call = compiled(torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02), report)
 call(input_ids=ids, labels=ids).loss.backward()
 assert report.graphs > 1, "one bucket: nothing was split"
-assert report.counts() == sites(), report
+assert report.counts() == sites(swiglu=1), report  # the end of a bucket is between the other's activation and product
 """
 
 FSDP2 = """

@@ -52,7 +52,8 @@ def test_pre_grad_pass_fuses_the_projection_where_logits_stay_inside(checkpointi
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fusedops.pre_grad_pass(report=report)(gm.graph)
     gm.graph.lint()
-    assert report.counts() == sites()
+    # The sum at the end of a layer and the norm at the beginning of the next are in two bodies.
+    assert report.counts() == (sites(add_rms_norm=2, rms_norm=3) if checkpointing else sites())
     assert [n for n in gm.graph.nodes if n.op == "placeholder"] == placeholders
 
 
