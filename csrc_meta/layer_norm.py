@@ -162,11 +162,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _eager(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+    narrow = x.dtype
+    if any(t is not None and t.dtype != narrow for t in (weight, bias)):
         # torch wants one dtype; models cast up and down again where their parameters are wider.
-        wide, *vectors = (None if t is None else t.float() for t in (x, weight, bias))
-        return torch.nn.functional.layer_norm(wide, x.shape[-1:], *vectors, eps).to(x.dtype)
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        x, weight, bias = x.float(), None if weight is None else weight.float(), None if bias is None else bias.float()
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps).to(narrow)
 
 
 def _bytes_moved(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> int:

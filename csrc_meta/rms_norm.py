@@ -194,7 +194,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample("float32 weight", tensor(4, 32), tensor(32).float())
 
 
-def _eager(x: Tensor, weight: Tensor | None, eps: float, *, weight_offset: float = 0.0, cast: str = "llama") -> Tensor:
+def eager(x: Tensor, weight: Tensor | None, eps: float, *, weight_offset: float = 0.0, cast: str = "llama") -> Tensor:
     wide = x.to(compute_dtype(x, weight))
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "llama":
@@ -213,7 +213,7 @@ def _bytes_moved(x: Tensor, weight: Tensor | None, eps: float, **kwargs) -> int:
 SPEC = Spec(
     name="rms_norm",
     samples=_samples,
-    eager=_eager,
+    eager=eager,
     bytes_moved=_bytes_moved,
     flops=lambda x, *args, **kwargs: 4 * x.numel() + 11 * x.numel(),
     source="arXiv 2410.10989, equations 1-3; transformers LlamaRMSNorm, GemmaRMSNorm",

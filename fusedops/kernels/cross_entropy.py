@@ -40,11 +40,13 @@ def _tanh(u):
 @triton.jit
 def _map(x, SOFTCAP: tl.constexpr, SCALE: tl.constexpr):
     """z and dz / dx."""
+    # A plain number would be rounded to float32 before it meets a float64.
+    scale = tl.full((), SCALE, x.dtype)
     if SOFTCAP is None:
-        z, slope = x * SCALE, SCALE
+        z, slope = x * scale, scale
     else:
-        tanh, derivative = _tanh(x * (SCALE / SOFTCAP))
-        z, slope = SOFTCAP * tanh, SCALE * derivative
+        tanh, derivative = _tanh(x * tl.full((), SCALE / SOFTCAP, x.dtype))
+        z, slope = tanh * tl.full((), SOFTCAP, x.dtype), derivative * scale
     return z, slope
 
 
@@ -116,9 +118,10 @@ def cross_entropy_fwd_kernel(
             else:
                 mean_weight = tl.load(weight_sum_ptr) / tl.cast(V, WIDE)
                 of_all = mean_weight * log_sum - (mean - mean_weight * maximum)
-            loss = (1.0 - SMOOTHING) * loss + SMOOTHING * of_all
+            smoothing = tl.full((), SMOOTHING, WIDE)
+            loss = (1.0 - smoothing) * loss + smoothing * of_all
         if Z_LOSS != 0.0:
-            penalty = Z_LOSS * (maximum + log_sum) * (maximum + log_sum)
+            penalty = tl.full((), Z_LOSS, WIDE) * (maximum + log_sum) * (maximum + log_sum)
             if weight_ptr is not None:
                 penalty *= of_label
             loss += penalty
@@ -222,16 +225,16 @@ def cross_entropy_bwd_kernel(
         smoothing_part = tl.full((), SMOOTHING, WIDE) / tl.cast(V, WIDE)
         dx = tl.exp(z - maximum - log_sum)
         if weight_ptr is not None or Z_LOSS != 0.0:
-            mass = of_label + 2.0 * Z_LOSS * of_label * (maximum + log_sum)
+            mass = of_label + tl.full((), 2.0 * Z_LOSS, WIDE) * of_label * (maximum + log_sum)
             if weight_ptr is not None and SMOOTHING != 0.0:
-                mass += smoothing_part * tl.load(weight_sum_ptr) - SMOOTHING * of_label
+                mass += smoothing_part * tl.load(weight_sum_ptr) - tl.full((), SMOOTHING, WIDE) * of_label
             dx *= mass
         if SMOOTHING != 0.0:
             if weight_ptr is None:
                 dx -= smoothing_part
             else:
                 dx -= smoothing_part * tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(WIDE)
-        dx = tl.where(columns == label, dx - (1.0 - SMOOTHING) * of_label, dx)
+        dx = tl.where(columns == label, dx - tl.full((), 1.0 - SMOOTHING, WIDE) * of_label, dx)
         if SOFTCAP is not None or SCALE != 1.0:
             dx *= slope
         tl.store(out_ptrs, (dloss * dx).to(out_ptr.dtype.element_ty), mask=columns < V)

@@ -23,6 +23,7 @@ def layer_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     results = layer_norm_backward_fake(dy, x, weight, bias, mean, rstd, output_mask)
     inputs = zip(results, (x, weight, bias), output_mask, strict=True)
-    wanted = [result if mask and t is not None else None for result, t, mask in inputs]
-    norm.backward("layer_norm", dy, None, x, weight, mean.contiguous(), rstd.contiguous(), *wanted, 0.0, "once")
+    dx, dweight, dbias = (result if wanted and t is not None else None for result, t, wanted in inputs)
+    statistics = mean.contiguous(), rstd.contiguous()
+    norm.backward("layer_norm", dy, None, x, weight, *statistics, dx, dweight, dbias, 0.0, "once")
     return results

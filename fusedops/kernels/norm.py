@@ -62,7 +62,7 @@ def _scale(w_ptr, columns, N: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.co
     w = _vector(w_ptr, columns, N, BLOCK_N)
     scale = w.to(like.dtype)
     if OFFSET != 0.0:
-        scale += OFFSET
+        scale += tl.full((), OFFSET, like.dtype)
         if CAST == "llama":
             scale = scale.to(w.dtype).to(like.dtype)
     return scale
@@ -74,6 +74,14 @@ def _round(normalised, dtype: tl.constexpr, CAST: tl.constexpr):
     if CAST == "llama":
         normalised = normalised.to(dtype).to(normalised.dtype)
     return normalised
+
+
+@triton.jit
+def _divide(total, size):
+    """total / size, rounded correctly: a row of equal elements has exactly that mean, and no difference from it."""
+    if total.dtype == tl.float32:
+        return tl.math.div_rn(total, tl.zeros_like(total) + size)
+    return total / size
 
 
 @triton.jit
@@ -129,10 +137,10 @@ def norm_fwd_kernel(
     x = _summed(x_ptr, x_stride_m, r_ptr, r_stride_m, s_ptr, rows, columns, mask, N)
     wide = x.to(WIDE)
     if mean_ptr is not None:
-        mean = tl.sum(wide, 1, keep_dims=True) / N
+        mean = _divide(tl.sum(wide, 1, keep_dims=True), N)
         tl.store(mean_ptr + rows, mean, mask=rows < M)
         wide = tl.where(columns < N, wide - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / N + EPS)
+    rstd = tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / N + tl.full((), EPS, WIDE))
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     y = _affine(_round(wide * rstd, x.dtype, CAST), w_ptr, b_ptr, columns, N, BLOCK_N, OFFSET, CAST)
     tl.store(y_ptr + rows * N + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -174,13 +182,13 @@ def norm_fwd_wide_kernel(
         if mean_ptr is not None:
             size = tl.minimum(N - start, BLOCK_N).to(WIDE)
             share = size / (start + size)
-            block_mean = tl.sum(wide, 1, keep_dims=True) / size
+            block_mean = _divide(tl.sum(wide, 1, keep_dims=True), size)
             shift = block_mean - mean
             wide = tl.where(columns < N, wide - block_mean, 0.0)
             squares += shift * shift * (start * share)
             mean += shift * share
         squares += tl.sum(wide * wide, 1, keep_dims=True)
-    rstd = tl.rsqrt(squares / N + EPS)
+    rstd = tl.rsqrt(squares / N + tl.full((), EPS, WIDE))
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     if mean_ptr is not None:
         tl.store(mean_ptr + rows, mean, mask=rows < M)
@@ -464,8 +472,10 @@ def backward(
     if wanted:
         new = x.new_empty if kernel is norm_bwd_kernel else x.new_zeros
         parts = new((programs, wanted * n), dtype=rstd.dtype)
-    dw = parts if dweight is not None else None
-    db = None if dbias is None else parts if dweight is None else parts[:, n:]
+    dw = db = None
+    if parts is not None:
+        dw = parts if dweight is not None else None
+        db = None if dbias is None else parts if dweight is None else parts[:, n:]
     dsum_stride = 0 if dsum is None else dsum.stride(0)
     tensors = (dy, dy.stride(0), dsum, dsum_stride, x, x.stride(0), contiguous(weight), mean, rstd, dx, dw, db)
     launch(kernel, programs, x, *tensors, wanted * n, m, N=n, OFFSET=weight_offset, CAST=cast, **sizes)

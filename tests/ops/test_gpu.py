@@ -190,10 +190,10 @@ def test_cuda_graph(device, name):
 
 
 def test_number_of_rows_compiles_nothing_new(device):
-    from fusedops.kernels import cross_entropy, rms_norm
+    from fusedops.kernels import cross_entropy, norm
 
     kernels = (
-        *(rms_norm.rms_norm_fwd_kernel, rms_norm.rms_norm_bwd_kernel),
+        *(norm.norm_fwd_kernel, norm.norm_bwd_kernel, norm.norm_parts_kernel),
         *(cross_entropy.cross_entropy_fwd_kernel, cross_entropy.cross_entropy_bwd_kernel),
         cross_entropy.cross_entropy_reduce_kernel,
     )
