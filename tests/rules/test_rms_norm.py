@@ -7,7 +7,8 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests.rewriting import calls, rewritten
+import fusedops
+from tests.rewriting import calls, compiled, rewritten
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A column count that no other dimension has: square shapes hide mistaken axes.
@@ -64,6 +65,15 @@ def test_rms_norm_gemma_rewritten_graph() -> None:
 @pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 3, 4, 24)])
 def test_rms_norm_rewrites_any_rank(shape) -> None:
     assert rewritten(norm(), torch.randn(shape)).counts() == {"rms_norm": 1}
+
+
+def test_rms_norm_rewrites_heads_in_front_of_positions() -> None:
+    """Gemma 3 transposes, then normalises: the result lies in memory as eager's does."""
+    torch._dynamo.reset()
+    module, x, report = norm(GemmaRMSNorm), torch.randn(2, 5, 3, 24).transpose(1, 2), fusedops.Report()
+    got, expected = compiled(module, report)(x), module(x)
+    assert report.counts() == {"rms_norm": 1} and got.stride() == expected.stride() != x.contiguous().stride()
+    torch.testing.assert_close(got, expected)
 
 
 def test_rms_norm_rewrites_swapped_operands() -> None:
