@@ -15,17 +15,18 @@ from fusedops.compiler.rule import Rule
 NUMBERS = {"ignore_index": -123457, "label_smoothing": 0.0123457}
 
 
-def on_logits(logits: Tensor, labels: Tensor, *, reduction: str, **numbers) -> Tensor:
-    return F.cross_entropy(logits.float(), labels, reduction=reduction, **numbers)
+def on_logits(logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, reduction: str, **numbers) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, weight, reduction=reduction, **numbers)
 
 
-def fused(logits: Tensor, labels: Tensor, *, reduction: str, **numbers) -> Tensor:
-    return torch.ops.fusedops.cross_entropy(logits, labels, reduction=reduction, **numbers)
+def fused(logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, reduction: str, **numbers) -> Tensor:
+    return torch.ops.fusedops.cross_entropy(logits, labels, weight, reduction=reduction, **numbers)
 
 
-def _examples() -> Iterator[dict[str, Tensor]]:
+def _examples(weighted: bool) -> Iterator[dict[str, Tensor]]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield {"logits": torch.empty(6, 8, dtype=dtype), "labels": torch.zeros(6, dtype=torch.int64)}
+        example = {"logits": torch.empty(6, 8, dtype=dtype), "labels": torch.zeros(6, dtype=torch.int64)}
+        yield example | ({"weight": torch.empty(8)} if weighted else {})
 
 
 def labels_are_indices(match: Match) -> str | None:
@@ -35,16 +36,23 @@ def labels_are_indices(match: Match) -> str | None:
     return None if labels.dim() == 1 else f"labels have shape {tuple(labels.shape)}: classes are not the last dimension"
 
 
+def _takes_indices(match: Match) -> str | None:
+    if "weight" in match.bindings and match.value("weight").dtype != torch.float32:
+        return f"the classes' weights are {match.value('weight').dtype}, which eager refuses"
+    return labels_are_indices(match)
+
+
 RULES = [
     Rule(
-        name=f"cross_entropy.{reduction}",
+        name=f"cross_entropy.{reduction}" + ("_weighted" if weighted else ""),
         op="cross_entropy",
         pattern=partial(on_logits, reduction=reduction),
         replacement=partial(fused, reduction=reduction),
-        examples=_examples,
+        examples=partial(_examples, weighted),
         numbers=NUMBERS,
         anchor=torch.ops.aten.cross_entropy_loss.default,
-        guard=labels_are_indices,
+        guard=_takes_indices,
     )
+    for weighted in (False, True)
     for reduction in REDUCTIONS
 ]

@@ -23,6 +23,20 @@ def test_cross_entropy_rewrites(dtype, reduction) -> None:
     torch.testing.assert_close(report.graph_modules[0](logits, labels)[0], loss(logits, labels))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_cross_entropy_rewrites_class_weights(dtype, reduction) -> None:
+    def loss(logits, labels, weight):
+        return F.cross_entropy(logits.float(), labels, weight, reduction=reduction, label_smoothing=0.1)
+
+    logits, labels = logits_and_labels(dtype)
+    weight = torch.rand(40)
+    report = rewritten(loss, logits, labels, weight)
+    assert calls(report) == ["fusedops.cross_entropy.default"]
+    assert [s.rule for s in report.sites] == [f"cross_entropy.{reduction}_weighted"]
+    torch.testing.assert_close(report.graph_modules[0](logits, labels, weight)[0], loss(logits, labels, weight))
+
+
 def test_cross_entropy_keeps_half_precision_loss() -> None:
     """Without the cast eager's loss is bfloat16, the operator's float32."""
     report = rewritten(lambda x, y: F.cross_entropy(x, y), *logits_and_labels(torch.bfloat16))
