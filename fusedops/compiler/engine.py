@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
@@ -63,20 +64,21 @@ class _GraphRewriter:
         self.gm, self.policy, self.report, self.recomputes = gm, policy, report, recomputes
         self.epochs = _epochs(gm.graph)
         self.attempts: dict[Node, Mismatch] = {}
+        self.replacements: dict[str, GraphModule] = {}
 
     def run(self) -> int:
         places = {node: i for i, node in enumerate(self.gm.graph.nodes)}
+        calls: dict[Any, list[Node]] = {}
+        for node in places:
+            calls.setdefault(node.target, []).append(node)
         sites: list[tuple[int, Site]] = []
         # What covers more goes first: a loss with its projection before a loss on logits, a norm with its casts before
         # one without.
-        for pattern in sorted(self.patterns(), key=lambda p: -p.size):
-            for node in places:
-                if (
-                    node in self.epochs and node.target is pattern.outputs[0].target
-                ):  # neither erased nor of another kind
-                    site = self.try_pattern(pattern, node)
-                    if site is not None:
-                        sites.append((places[node], site))
+        for pattern in sorted(self.patterns(calls), key=lambda p: -p.size):
+            for node in calls.get(pattern.outputs[0].target, ()):
+                site = self.try_pattern(pattern, node) if node in self.epochs else None  # it may be erased by now
+                if site is not None:
+                    sites.append((places[node], site))
         self.report.sites += [site for _, site in sorted(sites, key=operator.itemgetter(0))]
         self.report_leftovers()
         if sites:
@@ -84,15 +86,11 @@ class _GraphRewriter:
             self.gm.recompile()
         return len(sites)
 
-    def patterns(self) -> list[Pattern]:
+    def patterns(self, targets: Collection[Any]) -> list[Pattern]:
+        values = (node.meta.get("val") for node in self.gm.graph.nodes)
         # In float32 a pattern has no casts: where a model leaves them out, the float32 one gets furthest and says why not.
-        targets, dtypes = set(), {torch.float32}
-        for node in self.gm.graph.nodes:
-            value = node.meta.get("val")
-            targets.add(node.target)
-            if isinstance(value, torch.Tensor):
-                dtypes.add(value.dtype)
-        return [p for rule in self.policy.rules if rule.anchor in targets for p in rule.patterns(dtypes)]
+        dtypes = {torch.float32} | {v.dtype for v in values if isinstance(v, Tensor)}
+        return [p for rule in self.policy.rules if rule.anchor in targets for p in rule.patterns(dtypes, targets)]
 
     def try_pattern(self, pattern: Pattern, node: Node) -> Site | None:
         rule = pattern.rule
@@ -101,7 +99,8 @@ class _GraphRewriter:
                 reason = self.decline(found) or self.replace(found)
                 if reason is None:
                     return Site(rule.name, rule.op, module_path(node))
-                found = Mismatch(reason, found, complete=True)
+                self.remember(rule, Mismatch(reason, found, complete=True))
+                return None
             self.remember(rule, found)
         return None
 
@@ -142,14 +141,8 @@ class _GraphRewriter:
         assert place is not None, "matches() yields no match without a place"
         tensors = {n: b for n, b in match.bindings.items() if n not in match.rule.numbers}
         numbers = {n: _concrete(b) for n, b in match.bindings.items() if n in match.rule.numbers}
-        names = list(tensors)
-
-        def call(*values):
-            return match.rule.replacement(**dict(zip(names, values, strict=True)), **numbers)
-
         try:
-            with autocast_regions([*self.gm.meta.get(REGIONS, ()), *open_autocast(place)]):
-                new = trace(call, [n.meta["val"] for n in tensors.values()])
+            new = self.traced(match.rule, {n: b.meta["val"] for n, b in tensors.items()}, numbers, place)
         except Exception as error:  # whatever the operator refuses, the model may keep
             return f"{match.rule.op} refuses: {error}"
         results = outputs(new.graph)
@@ -171,6 +164,22 @@ class _GraphRewriter:
                 del self.epochs[node]
         return None
 
+    def traced(self, rule: Rule, tensors: dict[str, Tensor], numbers: dict[str, Any], place: Node) -> GraphModule:
+        """The graph of a replacement: one for all sites that are alike, as those of a model's layers are."""
+        regions = [*self.gm.meta.get(REGIONS, ()), *open_autocast(place)]
+        # Sizes as text: a symbolic one has no hash, and none is to be fixed by a comparison.
+        kinds = [(n, str(t.shape), str(t.stride()), t.dtype, t.device, t.requires_grad) for n, t in tensors.items()]
+        key = f"{rule.name} {kinds} {numbers} {regions}"
+        if key not in self.replacements:
+            names = list(tensors)
+
+            def call(*values):
+                return rule.replacement(**dict(zip(names, values, strict=True)), **numbers)
+
+            with autocast_regions(regions):
+                self.replacements[key] = trace(call, list(tensors.values()))
+        return self.replacements[key]
+
     def copy_before(self, place: Node, graph: Graph, inputs: list[Node], meta: dict[str, Any]) -> dict[Node, Node]:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         env = dict(zip(placeholders, inputs, strict=True))
@@ -191,7 +200,7 @@ class _GraphRewriter:
                 self.report.declined.append(Declined(str(node.target), module_path(node), reason))
 
 
-def _observable_difference(old: torch.Tensor, new: torch.Tensor) -> str | None:
+def _observable_difference(old: Tensor, new: Tensor) -> str | None:
     for what, a, b in (
         ("dtype", old.dtype, new.dtype),
         ("device", old.device, new.device),

@@ -1,5 +1,6 @@
 """Does a graph contain a pattern at this node? If not, where do they part?"""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -120,6 +121,11 @@ def arguments(node: Node) -> list[Any]:
     return values
 
 
+@functools.cache
+def _pattern_arguments(node: Node) -> list[Any]:
+    return arguments(node)  # patterns do not change
+
+
 def _rank(node: Node) -> int:
     operand = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
     return operand.meta["val"].dim() + (node.target in _ADDS_A_DIMENSION)
@@ -149,14 +155,15 @@ class _Search:
         self.pattern = pattern
         self.furthest = Mismatch("", Match(pattern))
 
-    def fail(self, match: Match, reason: str) -> None:
+    def fail(self, match: Match, reason: str, *values: Any) -> None:
+        """Remember a reason with the values it is about, if no other branch of the search got as far."""
         if len(match.nodes) > len(self.furthest.match.nodes) or not self.furthest.reason:
-            self.furthest = Mismatch(reason, match)
+            self.furthest = Mismatch(reason.format(*map(_name, values)), match)
 
     def outputs(self, wanted: Sequence[Node], around: Iterable[Node], match: Match) -> Iterator[Match]:
         """Cover outputs one after the other, each at one of the given nodes if no other has led to it."""
         wanted = [w for w in wanted if w not in match.nodes]
-        if not wanted:
+        if not wanted or match.differences:  # no partner makes up for a difference
             yield match
             return
         first, *rest = wanted
@@ -177,12 +184,12 @@ class _Search:
             yield from self.bind(want, got, match)
             return
         if not isinstance(got, Node) or got.op != "call_function" or got.target is not want.target:
-            self.fail(match, f"expected {want.target}, found {_name(got)}")
+            self.fail(match, "expected {}, found {}", want, got)
             return
         match = match.copy()
         match.nodes[want] = got
         match.differences += _different_dtype(want, got)
-        wanted, given = arguments(want), arguments(got)
+        wanted, given = _pattern_arguments(want), arguments(got)
         if want.target in _ANY_SIZE:
             wanted, given = wanted[:1], given[:1]
         yield from self.values(want, wanted, given, match)
@@ -206,14 +213,14 @@ class _Search:
         elif type(want) is type(got) and want == got:
             yield match
         else:
-            self.fail(match, f"{at.target}: expected {_name(want)}, found {_name(got)}")
+            self.fail(match, "{}: expected {}, found {}", at, want, got)
 
     def bind(self, want: Node, got: Any, match: Match) -> Iterator[Match]:
         name = self.pattern.names[want]
         value = got.meta.get("val") if isinstance(got, Node) else None
         if type(value) is not FakeTensor:
-            found = _name(got) + (f" ({type(value).__name__})" if isinstance(got, Node) else "")
-            self.fail(match, f"{name}: expected a plain tensor, found {found}")
+            kind = f" ({type(value).__name__})" if isinstance(got, Node) else ""
+            self.fail(match, name + ": expected a plain tensor, found {}" + kind, got)
             return
         match = match.copy()
         match.nodes[want] = got
@@ -223,7 +230,7 @@ class _Search:
     def capture(self, at: Node, want: Capture, got: Any, match: Match) -> Iterator[Match]:
         value = got.meta.get("val") if isinstance(got, Node) else got
         if not isinstance(value, int | float | torch.SymFloat):
-            self.fail(match, f"{at.target}: {want.name}: expected a number, found {_name(got)}")
+            self.fail(match, "{}: {}: expected a number, found {}", at, want, got)
         elif match.bindings.get(want.name, got) is not got and match.bindings[want.name] != got:
             self.fail(match, f"{want.name} would be two different numbers")
         else:

@@ -77,10 +77,15 @@ class Rule:
     recomputes: bool = False
     guard: Callable[["Match"], str | None] = accept
 
-    def patterns(self, dtypes: Collection[torch.dtype]) -> "list[Pattern]":
-        """The distinct graphs that the pattern traces to on examples of these floating-point dtypes.
+    def patterns(self, dtypes: Collection[torch.dtype], targets: Collection[Any]) -> "list[Pattern]":
+        """The distinct graphs that the pattern traces to, as far as they may be of use.
 
-        Each is made when first asked for: a trace takes some 10 ms, and a model rarely has more than two dtypes.
+        A trace takes some 10 ms, so each is made when first asked for: on an example of floating-point dtypes that the
+        graph has, and after the first only if the graph has what that one calls.
+
+        Args:
+            dtypes: of the values in the graph to be searched.
+            targets: of its calls.
         """
         unique: dict[str, Pattern] = {}
         for index, example in enumerate(self._examples):
@@ -88,7 +93,10 @@ class Rule:
                 if index not in self._traced:
                     with _neutral_modes():
                         self._traced[index] = Pattern.of(self, example)
-                unique.setdefault(self._traced[index].key, self._traced[index])
+                pattern = self._traced[index]
+                unique.setdefault(pattern.key, pattern)
+                if not pattern.targets <= set(targets):
+                    break
         return list(unique.values())
 
     @cached_property
@@ -127,6 +135,12 @@ class Pattern:
     @cached_property
     def size(self) -> int:
         return len(self.graph_module.graph.nodes)
+
+    @cached_property
+    def targets(self) -> set[Any]:
+        """What it calls, but for what is there in one example and vanishes in another."""
+        calls = {n.target for n in self.graph_module.graph.nodes if n.op == "call_function"}
+        return calls - {torch.ops.aten.to.dtype, torch.ops.aten.alias.default}
 
     @cached_property
     def key(self) -> str:
