@@ -60,6 +60,26 @@ def _copy(setting: Setting, size: int) -> Callable[[], object]:
     return lambda: torch.neg(a, out=b)
 
 
+class _Nothing(torch.autograd.Function):
+    """Forward and backward in Python that make one tensor each and launch nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def host_floor(setting: Setting) -> Timing:
+    """Host time that no operator written in Python gets below: of one whose forward and backward do nothing."""
+    x = torch.randn(512, 512, device=setting.device, generator=setting.generator()).requires_grad_()
+    dy = torch.ones_like(x)
+    return setting.timer.host(lambda i: torch.autograd.grad(_Nothing.apply(x), x, dy))
+
+
 def measure(
     op: Operator, shape: Shape, setting: Setting, copy_gb_per_s: float, kinds: Collection[str] = KINDS
 ) -> dict[str, Any]:

@@ -14,6 +14,8 @@ def measurements(record: dict[str, Any]) -> Table:
     """Everything: a row for each implementation."""
     where = record["machine"].get("gpu", record["machine"]["device"])
     title = f"Forward plus backward, bfloat16, {where}; copy {record['copy_gb_per_s']:.0f} GB/s"
+    if "host_floor" in record:
+        title += f"; host time of a Python autograd function that does nothing {record['host_floor']['median']:.2f} ms"
     names = ("operator", "implementation", "ms", "20-80 %", "share", "peak MiB", "host ms", "error", "note")
     table = Table(*names, title=title, title_justify="left")
     for case in record["cases"]:

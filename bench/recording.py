@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def measure(
     """
     began = time.perf_counter()
     record: dict[str, Any] = {"machine": machine.describe(setting.device), **told, "seconds": 0.0}
-    record |= {"copy_gb_per_s": case.copy_rate(setting), "cases": [], "not_run": []}
+    record |= {"copy_gb_per_s": case.copy_rate(setting), "host_floor": asdict(case.host_floor(setting))}
+    record |= {"cases": [], "not_run": []}
     for task in tasks:
         if seconds is not None and time.perf_counter() - began > seconds:
             record["not_run"].append({"op": task.op.name, "shape": list(task.shape), **task.told})
