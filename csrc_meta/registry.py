@@ -71,9 +71,11 @@ class Primitive:
 def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
     """No subclass, fake, batched, functional or lazily negated tensor, and nobody who would see the dispatched call."""
     plain = _plain_keys(tensors[0].device.type)
+    for t in tensors:  # a loop, since this runs in front of every kernel
+        if torch._C._dispatch_keys(t).raw_repr() not in plain:
+            return False
     return (
-        all(torch._C._dispatch_keys(t).raw_repr() in plain for t in tensors)
-        and not torch._C._len_torch_dispatch_stack()
+        not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
     )

@@ -1,7 +1,6 @@
 """What launchers share: launching on the tensor's device, its number of processors, tensors seen as rows."""
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,33 +26,34 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **options: Any) -
     if device.type == "cpu":  # the interpreter, or a recorder in place of the launch
         kernel[(programs,)](*args, **options)
         return
-    key = (kernel.fn, device.index, *options.values(), *map(_kind, args))
-    known = _compiled.get(key)
-    with _current(device):
-        if known is None:
-            compiled = kernel[(programs,)](*args, **options)
-            constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
-            _compiled[key] = compiled, constants
+    key = [kernel.fn, device.index, *options.values()]
+    # All that Triton may compile into a kernel of an argument that is no constant. A loop, and no helpers: launching
+    # takes the host longer than small kernels run.
+    for a in args:
+        if a is None:
+            key.append(None)
+        elif type(a) is int:
+            key.append((a % 16 == 0) + 2 * (a == 1) + 4 * (-(2**31) <= a < 2**31))
         else:
-            known[0][programs, 1, 1](*args, *known[1])
-
-
-def _kind(argument: Any) -> Any:
-    """All that Triton may compile into a kernel of an argument that is no constant."""
-    if argument is None:
-        return None
-    if type(argument) is int:
-        return (argument % 16 == 0) + 2 * (argument == 1) + 4 * (-(2**31) <= argument < 2**31)
-    return argument.dtype, argument.data_ptr() & 15
-
-
-def _current(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device. Switching costs microseconds, so it is done only where it is needed."""
+            key.append(a.dtype)
+            key.append(a.data_ptr() & 15)
+    found = _compiled.get(tuple(key))
     module = torch.cuda if device.type == "cuda" else torch.get_device_module(device)
-    return _NOTHING if module.current_device() == device.index else module.device(device)
+    # Triton launches on the current device. Switching costs microseconds, so it is done only where it is needed.
+    if module.current_device() != device.index:
+        with module.device(device):
+            _launch(tuple(key), found, kernel, programs, args, options)
+    else:
+        _launch(tuple(key), found, kernel, programs, args, options)
 
 
-_NOTHING = nullcontext()
+def _launch(key: tuple[Any, ...], found: Any, kernel: Any, programs: int, args: Any, options: dict[str, Any]) -> None:
+    if found is None:
+        compiled = kernel[(programs,)](*args, **options)
+        _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+    else:
+        compiled, constants = found
+        compiled[programs, 1, 1](*args, *constants)
 
 
 @functools.cache
