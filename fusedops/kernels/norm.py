@@ -512,7 +512,7 @@ def _backward_sizes(
     if wants_dx:
         sizes |= tuned.find(arch, f"{op}_bwd", element_size, sizes["BLOCK_N"])
     per_processor = sizes.pop("programs", None) or max(WARPS_PER_PROCESSOR // sizes["num_warps"], 1)
-    if columns == 1:
-        # A layer norm's only g is its mean: nothing is left of it, unless the product in it is not rounded there.
+    if op == "layer_norm":
+        # g - mean(g) is exactly zero in eager where it should be: no product may stay unrounded there.
         sizes["enable_fp_fusion"] = False
     return norm_bwd_kernel, sizes, per_processor
