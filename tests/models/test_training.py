@@ -77,7 +77,9 @@ def test_trains_as_close_to_float64_as_eager(name, dtype, checkpointing) -> None
     eager = run(name, dtype, batches, None, checkpointing)
     inductor = run(name, dtype, batches, "inductor", checkpointing)
     fused = run(name, dtype, batches, "fusedops", checkpointing, {"report": report})
-    assert report.counts() == sites(name) and not report.declined and not report.failures
+    # The sum at the end of a checkpointed layer and the norm at the beginning of the next are in two bodies.
+    expected = sites(name, add_rms_norm=2, rms_norm=3) if checkpointing else sites(name)
+    assert report.counts() == expected and not report.declined and not report.failures
     bound = FACTOR * max(furthest(eager, truth), NOISE)
     assert furthest(fused, truth) <= bound, f"eager {furthest(eager, truth)}, inductor {furthest(inductor, truth)}"
     assert eager[-1] < eager[0] and fused[-1] < fused[0]
