@@ -1,7 +1,8 @@
 """Write docs/demo.md and docs/benchmarks.md from the JSON of recorded runs, so that no number in them is typed.
 
 Usage: copy what runs left (demo.json, losses.png, operators.json, sweeps.json, sweeps_time.png, sweeps_memory.png)
-into docs/results/, then python -m bench.publish
+into docs/results/, then python -m bench.publish. A run of some operators alone may be kept beside another under a name
+of its own, operators_<which>.json.
 """
 
 import json
@@ -19,7 +20,8 @@ NOT_RUN = "No run on a GPU has been recorded yet.\n"
 
 DEMO = """# The demo on a GPU
 
-`nox -s demo` on the machine below: the same Llama, from the same seed, on the same batches of text.
+`nox -s demo` on the machine below: the same Llama, from the same seed, on the same batches of text. What was replaced
+in that run is listed below; rules that came after it are not in its numbers.
 
 """
 BENCHMARKS = """# Operators beside their peers
@@ -61,7 +63,7 @@ def pages(results: Path) -> dict[str, str]:
     return {
         "demo.md": DEMO + _from(results / "demo.json", demo_page),
         "benchmarks.md": BENCHMARKS
-        + _from(results / "operators.json", operators_part)
+        + ("\n".join(_from(path, operators_part) for path in sorted(results.glob("operators*.json"))) or NOT_RUN)
         + "\n## Sweeps\n\n"
         + SWEEPS
         + "\n"
