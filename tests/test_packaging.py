@@ -34,7 +34,7 @@ def test_wheel_holds_both_typed_packages_and_nothing_else(wheel):
     names = set(wheel.namelist())
     sources = {p.relative_to(ROOT).as_posix() for d in ("csrc_meta", "fusedops") for p in (ROOT / d).rglob("*.py")}
     assert sources <= names
-    assert {"csrc_meta/py.typed", "fusedops/py.typed"} <= names
+    assert {"csrc_meta/py.typed", "fusedops/py.typed", "fusedops/kernels/tuned.json"} <= names
     assert {n.split("/")[0] for n in names} == {"csrc_meta", "fusedops", f"fusedops-{fusedops.__version__}.dist-info"}
 
 
