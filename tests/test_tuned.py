@@ -23,7 +23,7 @@ def test_table_is_not_empty():
     assert len(list(entries())) > 10
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda e: "-".join(map(str, e[:4])))
+@pytest.mark.parametrize("entry", list(entries()), ids=lambda e: "-".join(map(str, e[:4])))
 def test_entries_are_whole_tiles(entry):
     arch, kernel, size, width, settings = entry
     assert arch.startswith(("sm_", "gfx"))

@@ -57,15 +57,16 @@ def fused(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool, **sizes: int
 ) -> tuple[Tensor, Tensor | None]:
     heads = _heads_dim(q, cos)
+    assert heads is not None  # or the guard has declined
     # A concatenation with the columns that pass is contiguous; a sum has its strides in the order of x's.
     memory_format = torch.contiguous_format if "rotary" in sizes and heads == 1 else None
 
-    def heads_first(x: Tensor | None) -> Tensor | None:
-        return x if x is None or heads == 1 else x.transpose(1, 2)
+    def heads_first(x: Tensor) -> Tensor:
+        return x if heads == 1 else x.transpose(1, 2)
 
     q_rotated, k_rotated = torch.ops.fusedops.rotary_embedding(
         heads_first(q),
-        heads_first(k),
+        None if k is None else heads_first(k),
         cos.squeeze(heads),
         sin.squeeze(heads),
         interleaved=interleaved,
