@@ -75,11 +75,11 @@ def test_trains_as_close_to_float64_as_eager(name, dtype, checkpointing) -> None
     report = fusedops.Report()
     truth = float64_run(name, dtype, batches)
     eager = run(name, dtype, batches, None, checkpointing)
-    inductor = run(name, dtype, batches, "inductor", checkpointing)
     fused = run(name, dtype, batches, "fusedops", checkpointing, {"report": report})
     # The sum at the end of a checkpointed layer and the norm at the beginning of the next are in two bodies.
     expected = sites(name, add_rms_norm=2, rms_norm=3) if checkpointing else sites(name)
     assert report.counts() == expected and not report.declined and not report.failures
     bound = FACTOR * max(furthest(eager, truth), NOISE)
-    assert furthest(fused, truth) <= bound, f"eager {furthest(eager, truth)}, inductor {furthest(inductor, truth)}"
-    assert eager[-1] < eager[0] and fused[-1] < fused[0]
+    assert furthest(fused, truth) <= bound, f"eager {furthest(eager, truth)}"
+    # There is something to be close to: what the bound lets pass is small beside what the losses do.
+    assert bound < (max(truth) - min(truth)) / 2
