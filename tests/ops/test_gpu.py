@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from csrc_meta import SPECS, Sample
 from fusedops import functional
-from tests.ops.compare import EAGER_FACTOR, TOLERANCES, assert_close_to_eager, in_dtype, op, run, upstream_like
+from tests.ops.compare import EAGER_FACTOR, TOLERANCES, assert_close_to_eager, in_dtype, op, run, several, upstream_like
 
 pytestmark = pytest.mark.gpu
 
@@ -22,12 +22,18 @@ def _free_memory():
     torch.cuda.empty_cache()
 
 
+# How many tensors of rows each norm takes, and how many of columns.
+NORMS = {"rms_norm": (1, 1), "add_rms_norm": (2, 1), "layer_norm": (1, 2)}
+
+
 @DTYPES
 @pytest.mark.parametrize("columns", [128, 4096, 8192, 16384, 65536])
-def test_rms_norm_real_sizes(device, columns, dtype):
-    x = torch.randn(4096, columns, device=device, dtype=dtype).requires_grad_()
-    weight = torch.randn(columns, device=device, dtype=dtype).requires_grad_()
-    assert_close_to_eager(functional.rms_norm, SPECS["rms_norm"].eager, Sample("", (x, weight, 1e-6)))
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_at_real_sizes(device, name, columns, dtype):
+    rows, vectors = NORMS[name]
+    shapes = [(4096, columns)] * rows + [(columns,)] * vectors
+    tensors = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+    assert_close_to_eager(getattr(functional, name), SPECS[name].eager, Sample("", (*tensors, 1e-6)))
 
 
 @DTYPES
@@ -88,21 +94,25 @@ def test_gated_real_sizes(device, name, kwargs, shapes, dtype):
     assert_close_to_eager(op(SPECS[name]), SPECS[name].eager, Sample("", args, kwargs))
 
 
-def test_rms_norm_beyond_32_bit_offsets(device):
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_beyond_32_bit_offsets(device, name):
     """2^31 elements and some: the last rows are right, forward and backward."""
-    rows, columns = 2**31 // 4096 + 64, 4096
+    rows, columns, last = 2**31 // 4096 + 64, 4096, slice(-64, None)
+    taken, vectors = NORMS[name]
     x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16).requires_grad_()
-    weight = torch.randn(columns, device=device, dtype=torch.bfloat16)
-    y = functional.rms_norm(x, weight)
-    dy = torch.randn(64, columns, device=device, dtype=torch.bfloat16)
-    upstream = torch.zeros_like(y)
-    upstream[-64:] = dy
-    (dx,) = torch.autograd.grad(y, x, upstream)
-    tail = x.detach()[-64:].clone().requires_grad_()
-    tail_y = functional.rms_norm(tail, weight)
-    (tail_dx,) = torch.autograd.grad(tail_y, tail, dy)
-    assert torch.equal(y[-64:], tail_y)
-    assert torch.equal(dx[-64:], tail_dx)
+    rest = [torch.randn(columns, device=device, dtype=torch.bfloat16) for _ in range(vectors)]
+
+    def run_on(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The same rows twice, where a residual is taken too: its gradient is that of x.
+        y = several(getattr(functional, name)(*[x, x.detach()][:taken], *rest))[0]
+        return y, torch.autograd.grad(y, x, dy)[0]
+
+    dy = torch.zeros_like(x)
+    dy[last] = torch.randn(64, columns, device=device, dtype=torch.bfloat16)
+    y, dx = run_on(x, dy)
+    tail_y, tail_dx = run_on(x.detach()[last].clone().requires_grad_(), dy[last].clone())
+    assert torch.equal(y[last], tail_y)
+    assert torch.equal(dx[last], tail_dx)
     assert not dx[:-64].any()
 
 
