@@ -35,8 +35,8 @@ def _share(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         square = x * x
         # As a sigmoid it neither overflows nor cancels where tanh is near -1.
-        share = tl.sigmoid(TANH_SLOPE * (x + TANH_CUBIC * (square * x)))
-        slope = share * (1.0 - share) * (TANH_SLOPE * (1.0 + 3.0 * TANH_CUBIC * square))
+        share = tl.sigmoid((x + square * x * TANH_CUBIC) * TANH_SLOPE)
+        slope = share * (1.0 - share) * ((square * (3 * TANH_CUBIC) + 1.0) * TANH_SLOPE)
     else:
         tl.static_assert(ACTIVATION == "silu")
         share = tl.sigmoid(x)
