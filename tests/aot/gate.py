@@ -21,10 +21,11 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Bytes of registers that may be spilled, by beginnings of cases. Rows of 16384 elements with sums of two gradients take
-# nearly all registers of a processor: what spills stays in its first-level cache, and on an H200 the next best settings
-# without it take a third longer.
-ALLOWED_SPILLS = {"layer_norm 16384": 160}
+# Bytes of registers that a thread may spill: what versions of the compiler differ by.
+FEW_SPILLS = 32
+# By beginnings of cases. Rows of 16384 elements with sums of two gradients take nearly all registers of a processor: what
+# spills stays in its first-level cache, and on an H200 the next best settings without it take a third longer.
+ALLOWED_SPILLS = {"layer_norm 16384": 256}
 # Tiles from this size on are a kernel's main data; smaller ones hold weights of short rows, statistics and labels.
 MAIN_ELEMENTS = 1024
 
@@ -108,7 +109,7 @@ def judge(unit: Unit) -> Verdict:
     asserts = unit.options["debug"]
     wanted = _main_loads(compiled, target.warp_size) if unit.aligned and not asserts else 0
     problem = ""
-    allowed = max((n for case, n in ALLOWED_SPILLS.items() if unit.launch.case.startswith(case)), default=0)
+    allowed = max((n for case, n in ALLOWED_SPILLS.items() if unit.launch.case.startswith(case)), default=FEW_SPILLS)
     if spilled > allowed and not asserts:
         problem = f"spills {spilled} bytes or registers"
     elif loads < wanted:
