@@ -20,6 +20,7 @@ from torch import Tensor
 
 from csrc_meta import checks, donation
 from csrc_meta.registry import composite, no_flops, primitive
+from csrc_meta.results import compute_dtype
 from csrc_meta.spec import Sample, Spec
 
 
@@ -50,11 +51,6 @@ class RowKernels(NamedTuple):
     losses: Callable[..., None]
     reduce: Callable[..., tuple[Tensor, Tensor]]
     gradients: Callable[..., None]
-
-
-def compute_dtype(t: Tensor) -> torch.dtype:
-    """float64 stays float64; everything else is computed, and its loss returned, in float32."""
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def check_labels(op: str, labels: Tensor, like: str, other: Tensor, shape: torch.Size) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from csrc_meta import checks, donation
 from csrc_meta.registry import Primitive, no_flops, primitive
-from csrc_meta.rms_norm import new_gradient
+from csrc_meta.results import compute_dtype, new_gradient
 from csrc_meta.spec import Sample
 
 # The activations and their derivatives, by the names that primitives know them by.
@@ -23,11 +23,6 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
 }
-
-
-def compute_dtype(t: Tensor) -> torch.dtype:
-    """float64 stays float64; everything else is computed in float32."""
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def _check_forward(op: str, gate: Tensor, up: Tensor | None, activation: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from csrc_meta import checks
 from csrc_meta import cross_entropy as ce
 from csrc_meta.registry import composite, no_flops, primitive, second_derivative_error
+from csrc_meta.results import compute_dtype
 from csrc_meta.spec import Sample, Spec
 
 # Each chunk reads and writes the whole float32 gradient of the weight: 8 V H bytes beside 6 rows V H floating-point
@@ -151,7 +152,7 @@ def forward(
     label_smoothing: float,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = ce.compute_dtype(hidden)
+    wide = compute_dtype(hidden)
     flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     options = ce.Options(ignore_index, label_smoothing)
     kernels.check_values("linear_cross_entropy", flat_labels, weight.shape[0], ignore_index)
@@ -228,7 +229,7 @@ def linear_cross_entropy_fake(
     label_smoothing: float,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = ce.compute_dtype(hidden)
+    wide = compute_dtype(hidden)
     wanted = output_mask if reduction != "none" else [False] * 3
     return (
         hidden.new_empty(labels.shape if reduction == "none" else (), dtype=wide),

@@ -7,15 +7,10 @@ from torch import Tensor
 
 from csrc_meta import checks
 from csrc_meta.registry import composite, no_flops, primitive
+from csrc_meta.results import compute_dtype, new_gradient
 from csrc_meta.spec import Sample, Spec
 
 CASTS = ("llama", "gemma", "float32")
-
-
-def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """float64 stays float64; everything else is computed in float32."""
-    wide = x.dtype == torch.float64 or (weight is not None and weight.dtype == torch.float64)
-    return torch.float64 if wide else torch.float32
 
 
 def output_dtype(x: Tensor, weight: Tensor | None, cast: str) -> torch.dtype:
@@ -89,13 +84,6 @@ def rms_norm_backward_fake(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, cast: str, output_mask: list[bool]
 ) -> tuple[Tensor, Tensor]:
     return new_gradient(x, x, output_mask[0]), new_gradient(weight, x, output_mask[1])
-
-
-def new_gradient(t: Tensor | None, x: Tensor, wanted: bool) -> Tensor:
-    """Memory for a gradient: contiguous, and empty where it is not wanted."""
-    if t is None or not wanted:
-        return x.new_empty(0)
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def gradients_ref(

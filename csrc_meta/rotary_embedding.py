@@ -7,14 +7,10 @@ from torch import Tensor
 
 from csrc_meta import checks
 from csrc_meta.registry import composite, no_flops, primitive
+from csrc_meta.results import compute_dtype
 from csrc_meta.spec import Sample, Spec
 
 FORMATS = (None, torch.preserve_format, torch.contiguous_format)
-
-
-def compute_dtype(x: Tensor, cos: Tensor) -> torch.dtype:
-    """float64 stays float64; everything else is computed in float32."""
-    return torch.float64 if torch.float64 in (x.dtype, cos.dtype) else torch.float32
 
 
 def check(

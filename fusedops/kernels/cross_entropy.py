@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csrc_meta import checks
 from csrc_meta import cross_entropy as ce
-from fusedops.kernels.launch import as_rows, contiguous, launch
+from fusedops.kernels.launch import as_rows, cdiv, contiguous, launch
 
 BLOCK_V = 4096
 WARPS = 8
@@ -309,7 +309,7 @@ def row_gradients(
     tensors = (logits, logits.stride(0), labels.contiguous(), *_weights(weight, options, stats))
     results = (stats, stats.stride(0), out, out.stride(0))
     sizes = (vocabulary, options.ignore_index)
-    programs = rows * triton.cdiv(vocabulary, BLOCK_V)
+    programs = rows * cdiv(vocabulary, BLOCK_V)
     launch(cross_entropy_bwd_kernel, programs, logits, *upstream, *tensors, *results, *sizes, **_constants(options))
 
 

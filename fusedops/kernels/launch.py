@@ -26,28 +26,29 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **options: Any) -
     if device.type == "cpu":  # the interpreter, or a recorder in place of the launch
         kernel[(programs,)](*args, **options)
         return
-    key = [kernel.fn, device.index, *options.values()]
+    kinds = [kernel.fn, device.index, *options.values()]
     # All that Triton may compile into a kernel of an argument that is no constant. A loop, and no helpers: launching
     # takes the host longer than small kernels run.
     for a in args:
         if a is None:
-            key.append(None)
+            kinds.append(None)
         elif type(a) is int:
-            key.append((a % 16 == 0) + 2 * (a == 1) + 4 * (-(2**31) <= a < 2**31))
+            kinds.append((a % 16 == 0) + 2 * (a == 1) + 4 * (-(2**31) <= a < 2**31))
         else:
-            key.append(a.dtype)
-            key.append(a.data_ptr() & 15)
-    found = _compiled.get(tuple(key))
+            kinds.append(a.dtype)
+            kinds.append(a.data_ptr() & 15)
+    key = tuple(kinds)
     module = torch.cuda if device.type == "cuda" else torch.get_device_module(device)
     # Triton launches on the current device. Switching costs microseconds, so it is done only where it is needed.
     if module.current_device() != device.index:
         with module.device(device):
-            _launch(tuple(key), found, kernel, programs, args, options)
+            _launch(key, kernel, programs, args, options)
     else:
-        _launch(tuple(key), found, kernel, programs, args, options)
+        _launch(key, kernel, programs, args, options)
 
 
-def _launch(key: tuple[Any, ...], found: Any, kernel: Any, programs: int, args: Any, options: dict[str, Any]) -> None:
+def _launch(key: tuple[Any, ...], kernel: Any, programs: int, args: Any, options: dict[str, Any]) -> None:
+    found = _compiled.get(key)
     if found is None:
         compiled = kernel[(programs,)](*args, **options)
         _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from csrc_meta.checks import REDUCTIONS
-from csrc_meta.cross_entropy import Options, compute_dtype
+from csrc_meta.cross_entropy import Options
+from csrc_meta.results import compute_dtype
 from tests.aot.cases import DTYPES, ROWS, Cases, short
 
 OPTIONS: dict[str, dict[str, Any]] = {
