@@ -9,7 +9,6 @@ fusedops/kernels/tuned.json, by architecture; what was measured goes to tune.jso
 import argparse
 import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,13 +24,15 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import machine
+from bench.timing import CudaTimer
 from fusedops.kernels import add_rms_norm, launch, layer_norm, norm, rms_norm, tuned
 
 TABLE = Path(tuned.__file__).with_name("tuned.json")
 ELEMENTS = 2**25  # of each tensor: 64 MiB in bfloat16
 COLUMNS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LEAST_ROWS = 4096
-ROUNDS, LAUNCHES = 5, 16
+LAUNCHES = 16
+TIMER = CudaTimer(repetitions=5, least_ms=0.0, warm_up_s=0.0)
 # A candidate replaces what there is only where it is faster by more than timings of the same thing differ.
 LEAST_GAIN = 0.01
 # Registers that are spilled may cost more beside other work than alone: such a candidate has to be much faster.
@@ -138,24 +139,9 @@ def registers_spilled(job: tuple[Case, Settings]) -> int | None:
 
 
 def milliseconds(case: Case, settings: Settings, step: Callable[[], object]) -> float:
-    """Device time of one launch with what belongs to it, by replay of a CUDA graph of several."""
+    """Device time of one launch with what belongs to it, in a graph of several."""
     with using(case, settings):
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(LAUNCHES):
-                step()
-    graph.replay()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / LAUNCHES)
-    return statistics.median(times)
+        return TIMER.device(lambda i: step(), LAUNCHES).median
 
 
 def enter(path: Path, architecture: str, case: Case, settings: Settings) -> None:
