@@ -70,15 +70,18 @@ class Primitive:
 
 def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
     """No subclass, fake, batched, functional or lazily negated tensor, and nobody who would see the dispatched call."""
+    # Modes first: under one, what _plain_keys makes and remembers would be no ordinary tensor.
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
     plain = _plain_keys(tensors[0].device.type)
     for t in tensors:  # a loop, since this runs in front of every kernel
         if torch._C._dispatch_keys(t).raw_repr() not in plain:
             return False
-    return (
-        not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-    )
+    return True
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from csrc_meta import rms_norm
+from csrc_meta import registry, rms_norm
 from fusedops import functional
 from tests.ops.compare import Recorder, upstream_like
 
@@ -52,6 +52,14 @@ def test_both_ways_give_the_same(device):
 def test_fake_tensors_take_the_dispatcher(device):
     with FakeTensorMode(), pytest.raises(AssertionError, match="dispatcher"):
         functional.rms_norm(torch.randn(4, 16, device=device))
+
+
+@pytest.mark.usefixtures("without_dispatcher")
+def test_first_call_under_a_mode_teaches_nothing(device):
+    registry._plain_keys.cache_clear()
+    with FakeTensorMode(), pytest.raises(AssertionError, match="dispatcher"):
+        functional.rms_norm(torch.randn(4, 16, device=device))
+    functional.rms_norm(torch.randn(4, 16, device=device))
 
 
 @pytest.mark.usefixtures("without_dispatcher")
