@@ -78,10 +78,7 @@ def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
     ):
         return False
     plain = _plain_keys(tensors[0].device.type)
-    for t in tensors:  # a loop, since this runs in front of every kernel
-        if torch._C._dispatch_keys(t).raw_repr() not in plain:
-            return False
-    return True
+    return all(torch._C._dispatch_keys(t).raw_repr() in plain for t in tensors)
 
 
 @functools.cache
