@@ -128,7 +128,7 @@ _backward_op = primitive(
     reference=add_rms_norm_backward_ref,
     flops=no_flops,
 )
-composite(
+operator = composite(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, *, float weight_offset=0.0,"
     " str cast='llama') -> (Tensor, Tensor)",
     add_rms_norm,

@@ -216,8 +216,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, vocabulary = Options(*options), logits.shape[1]
     kernels.check_values("cross_entropy", labels, vocabulary, given.ignore_index)
-    losses = logits.new_empty(labels.shape, dtype=compute_dtype(logits))
-    stats = losses.new_empty((2, *labels.shape))
+    losses = torch.empty(labels.shape, dtype=compute_dtype(logits), device=logits.device)
+    stats = torch.empty((2, *labels.shape), dtype=losses.dtype, device=logits.device)
     kernels.losses(logits, labels, weight, given, losses, stats)
     loss, total = kernels.reduce(losses, labels, weight, vocabulary, given, reduction)
     return loss, stats, total
@@ -324,7 +324,7 @@ _backward_op_ = primitive(
     reference=partial(backward_mutating, REFERENCE),
     flops=no_flops,
 )
-composite(
+operator = composite(
     "cross_entropy(Tensor logits, Tensor labels, Tensor? weight=None, *, int ignore_index=-100, str reduction='mean',"
     " float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0, float z_loss=0.0) -> Tensor",
     cross_entropy,

@@ -20,7 +20,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     return _forward_op(gate, up, ACTIVATIONS[approximate])
 
 
-composite("geglu(Tensor gate, Tensor? up=None, *, str approximate='none') -> Tensor", geglu)
+operator = composite("geglu(Tensor gate, Tensor? up=None, *, str approximate='none') -> Tensor", geglu)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -43,7 +43,7 @@ def _check_backward(
 
 def layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    mean = x.new_empty(x.shape[:-1], dtype=compute_dtype(x, weight))
+    mean = torch.empty(x.shape[:-1], dtype=compute_dtype(x, weight), device=x.device)
     return y, mean, torch.empty_like(mean)
 
 
@@ -133,7 +133,7 @@ _backward_op = primitive(
     reference=layer_norm_backward_ref,
     flops=no_flops,
 )
-composite("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", layer_norm)
+operator = composite("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", layer_norm)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

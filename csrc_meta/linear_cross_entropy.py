@@ -357,7 +357,7 @@ _scale_op = primitive(
     reference=linear_cross_entropy_scale,
     flops=no_flops,
 )
-composite(
+operator = composite(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, int ignore_index=-100,"
     " str reduction='mean', float label_smoothing=0.0) -> Tensor",
     linear_cross_entropy,

@@ -9,14 +9,15 @@ writes what that returns, all of it, into those of its arguments that its schema
 tensors (:mod:`csrc_meta.donation`). It has no autograd formula: differentiating it raises.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from csrc_meta import flops as flop_formulas
+from csrc_meta import plain
 from csrc_meta.errors import DoubleBackwardError, NoKernelError, message
 
 NAMESPACE = "fusedops"
@@ -25,70 +26,105 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu")
 
 
 class Primitive:
-    """A primitive operator as other operators and autograd formulas call it.
+    """A primitive operator as other operators and autograd formulas call it, with positional arguments alone.
 
-    In plain eager execution, which nobody traces or watches, a call goes straight to the kernel: the dispatcher would
-    enter Python two or three times for it, which takes longer than small kernels run. Everywhere else it goes through
-    the dispatcher. The result is the same.
+    In plain eager execution a call goes straight to the kernel. Everywhere else, and with arguments of other types than
+    the schema's, it goes through the dispatcher. The result is the same.
     """
 
-    def __init__(self, overload: torch._ops.OpOverload, check: Callable[..., None]) -> None:
-        self.overload, self.check = overload, check
+    def __init__(
+        self,
+        overload: torch._ops.OpOverload,
+        check: Callable[..., None],
+        formula: tuple[Callable[..., Any], ...] | None,
+    ) -> None:
+        self.overload, self.check, self.formula = overload, check, formula
+        arguments = overload._schema.arguments
+        self.types = [_types(a.type) for a in arguments]
+        self.written = [i for i, a in enumerate(arguments) if a.alias_info is not None]
         self.kernels: dict[str, Callable[..., Any]] = {}  # by type of device
-        self.function: type[torch.autograd.Function] | None = None
-        self.written = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None]
+        self.differentiable: dict[str, Callable[..., Any]] = {}
+
+    def add_kernel(self, device: str, kernel: Callable[..., Any]) -> None:
+        self.kernels[device] = kernel
+        if self.formula is not None:
+            self.differentiable[device] = _differentiable(self.overload._opname, kernel, *self.formula)
 
     def __call__(self, *args: Any) -> Any:
-        tensors = [a for a in args if a is not None and isinstance(a, Tensor)]
+        tensors = []
+        for argument, types in zip(args, self.types, strict=True):
+            kind = type(argument)
+            if kind not in types:
+                return self.overload(*args)
+            if kind in _TENSORS:
+                tensors.append(argument)
         kernel = self.kernels.get(tensors[0].device.type)
-        if kernel is None or not _is_plain_eager(tensors):
+        if kernel is None or not (plain.thread_is_plain() and plain.are_plain(tensors)):
             return self.overload(*args)
-        if not torch.is_grad_enabled():
-            result = kernel(*args)
-            if self.written:
-                self.count_writes(args)
-            return result
-        if self.function is None:
-            return self.overload(*args)
-        return self.function.apply(*args)
+        if self.formula is not None:
+            # Formulas call the others, with what the forward pass has checked and gradients that autograd has.
+            self.check(*args)
+        if torch.is_grad_enabled():
+            differentiable = self.differentiable.get(tensors[0].device.type, self.overload)
+            return differentiable(*args)
+        result = kernel(*args)
+        if self.written:
+            self.count_writes(args)
+        return result
 
     def count_writes(self, args: Sequence[Any]) -> None:
         """Let autograd nodes that saved what a mutating variant wrote to notice it: its kernels leave no trace."""
         torch.autograd.graph.increment_version([args[i] for i in self.written if args[i] is not None])
 
-    def differentiate(self, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:
-        """Attach the autograd formula, as torch.library.register_autograd does for calls through the dispatcher."""
 
-        def forward(ctx: Any, *args: Any) -> Any:
-            result = self.kernels[next(a for a in args if isinstance(a, Tensor)).device.type](*args)
-            setup_context(ctx, args, result)
-            return result
-
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self.function = type(f"{self.overload._opname}_eager", (torch.autograd.Function,), methods)
-
-
-def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
-    """No subclass, fake, batched, functional or lazily negated tensor, and nobody who would see the dispatched call."""
-    # Modes first: under one, what _plain_keys makes and remembers would be no ordinary tensor.
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    ):
-        return False
-    plain = _plain_keys(tensors[0].device.type)
-    return all(torch._C._dispatch_keys(t).raw_repr() in plain for t in tensors)
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_TYPES = {
+    "Tensor": _TENSORS,
+    "float": frozenset((float, int)),
+    "int": frozenset((int, torch.memory_format)),  # a schema's enumerations are ints
+    "bool": frozenset((bool,)),
+    "str": frozenset((str,)),
+}
 
 
-@functools.cache
-def _plain_keys(device: str) -> frozenset[int]:
-    """Dispatch keys of ordinary tensors of a device."""
-    with torch.inference_mode(False):
-        plain = torch.empty(0, device=device)
-    with torch.inference_mode():
-        inference = torch.empty(0, device=device)
-    return frozenset(torch._C._dispatch_keys(t).raw_repr() for t in (plain, inference))
+def _types(declared: Any) -> frozenset[type]:
+    """The types of Python that an argument has as a rule; lists may hold anything."""
+    if isinstance(declared, torch.OptionalType):
+        return _types(declared.getElementType()) | {type(None)}
+    return _TYPES.get(str(declared), frozenset((list,)))
+
+
+def _differentiable(
+    name: str, kernel: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The kernel with its autograd formula, as torch.library.register_autograd makes it for calls that are dispatched."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        result = kernel(*args)
+        setup_context(ctx, args, result)
+        return result
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(f"{name}_eager", (torch.autograd.Function,), methods)
+    # Function's own apply takes care of functorch's transforms first, of which there are none in plain execution.
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+class Composite:
+    """An operator users call, as functions of this package call it: without the dispatcher in plain eager execution."""
+
+    def __init__(self, op: torch._ops.OpOverloadPacket, implementation: Callable[..., Any]) -> None:
+        self.op, self.implementation = op, implementation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or torch.autograd.profiler._is_profiler_enabled
+            or has_torch_function((*args, *kwargs.values()))
+            or not plain.thread_is_plain()
+        ):
+            return self.op(*args, **kwargs)
+        return self.implementation(*args, **kwargs)
 
 
 class _Registry:
@@ -140,10 +176,9 @@ def primitive(
         return _registry.primitives[name]
     library = _registry.library
     library.define(signature, tags=_TAGS)
-    defined = _registry.primitives[name] = Primitive(_overload(name), check)
-    defined.kernels["cpu"] = _checked(check, reference)
-    if setup_context is not None and backward is not None:
-        defined.differentiate(setup_context, backward)
+    formula = None if setup_context is None or backward is None else (setup_context, backward)
+    defined = _registry.primitives[name] = Primitive(_overload(name), check, formula)
+    defined.add_kernel("cpu", reference)
     torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=library)
     library.impl(name, _checked(check, reference), "CPU")
     library.impl(name, _checked(check, _no_kernel(name)), "CompositeExplicitAutograd")
@@ -164,31 +199,35 @@ def no_flops(*args: Any, **kwargs: Any) -> int:
 
 def composite(
     signature: str, implementation: Callable[..., Any], *, autocast: Callable[..., Any] | None = None
-) -> None:
+) -> Composite:
     """Define an operator users call, as plain Python over primitive ones.
 
     Args:
         signature: torch schema, ``name(args) -> returns``.
         implementation: the composition. Tracing before dispatch keeps the operator as one node.
         autocast: ``(dtype, *args, **kwargs) -> (args, kwargs)``, the casts made where autocast is on; none by default.
+
+    Returns:
+        The operator as the functions of this package call it.
     """
     name = signature.split("(", 1)[0]
     if _is_defined(name):
-        return
+        return Composite(getattr(torch.ops.fusedops, name), implementation)
     library = _registry.library
     library.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, implementation, "CompositeImplicitAutograd")
     if autocast is not None:
         for device in _AUTOCAST_DEVICES:
             _register_autocast(name, device, autocast)
+    return Composite(getattr(torch.ops.fusedops, name), implementation)
 
 
 def register_kernel(name: str, dispatch_key: str, kernel: Callable[..., Any], library: torch.library.Library) -> None:
     """Register how a primitive operator runs on a device, behind the operator's own input check."""
     # Replacing the CPU reference (kernels under Triton's interpreter) is meant: torch warns about it otherwise.
     defined = _registry.primitives[name]
-    checked = defined.kernels[dispatch_key.lower()] = _checked(defined.check, kernel)
-    library.impl(name, checked, dispatch_key, allow_override=True)
+    defined.add_kernel(dispatch_key.lower(), kernel)
+    library.impl(name, _checked(defined.check, kernel), dispatch_key, allow_override=True)
 
 
 def primitives() -> tuple[str, ...]:

@@ -6,8 +6,10 @@ from torch import Tensor
 
 def compute_dtype(*inputs: Tensor | None) -> torch.dtype:
     """float64 if an input is float64; everything else is computed, and statistics are kept, in float32."""
-    wide = any(t is not None and t.dtype == torch.float64 for t in inputs)
-    return torch.float64 if wide else torch.float32
+    for t in inputs:
+        if t is not None and t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def new_gradient(t: Tensor | None, x: Tensor, wanted: bool) -> Tensor:

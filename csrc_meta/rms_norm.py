@@ -60,7 +60,7 @@ def rms_norm_fake(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str
 ) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x, dtype=output_dtype(x, weight, cast), memory_format=torch.contiguous_format)
-    return y, x.new_empty(x.shape[:-1], dtype=compute_dtype(x, weight))
+    return y, torch.empty(x.shape[:-1], dtype=compute_dtype(x, weight), device=x.device)
 
 
 def rms_norm_ref(
@@ -151,7 +151,7 @@ _backward_op = primitive(
     reference=rms_norm_backward_ref,
     flops=no_flops,
 )
-composite(
+operator = composite(
     "rms_norm(Tensor x, Tensor? weight, float eps, *, float weight_offset=0.0, str cast='llama') -> Tensor",
     rms_norm,
 )

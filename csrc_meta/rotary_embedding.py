@@ -257,7 +257,7 @@ _backward_op = primitive(
     reference=backward_ref,
     flops=no_flops,
 )
-composite(
+operator = composite(
     "rotary_embedding(Tensor q, Tensor? k, Tensor cos, Tensor sin, *, bool interleaved=False, int[]? sections=None,"
     " MemoryFormat? memory_format=None) -> (Tensor, Tensor)",
     rotary_embedding,

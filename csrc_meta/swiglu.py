@@ -14,7 +14,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _forward_op(gate, up, "silu")
 
 
-composite("swiglu(Tensor gate, Tensor? up=None) -> Tensor", swiglu)
+operator = composite("swiglu(Tensor gate, Tensor? up=None) -> Tensor", swiglu)
 
 
 def _eager(gate: Tensor, up: Tensor | None = None) -> Tensor:

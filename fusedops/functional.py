@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import csrc_meta  # noqa: F401  (defines torch.ops.fusedops)
+import csrc_meta.add_rms_norm
+import csrc_meta.cross_entropy
+import csrc_meta.geglu
+import csrc_meta.layer_norm
+import csrc_meta.linear_cross_entropy
+import csrc_meta.rms_norm
+import csrc_meta.rotary_embedding
+import csrc_meta.swiglu
 
 __all__ = [
     "add_rms_norm",
@@ -49,7 +56,7 @@ def rms_norm(
     Source:
         arXiv 2410.10989, equations 1-3; LlamaRMSNorm and GemmaRMSNorm of transformers.
     """
-    return torch.ops.fusedops.rms_norm(x, weight, eps, weight_offset=weight_offset, cast=cast)
+    return csrc_meta.rms_norm.operator(x, weight, eps, weight_offset=weight_offset, cast=cast)
 
 
 def add_rms_norm(
@@ -87,7 +94,7 @@ def add_rms_norm(
     Source:
         arXiv 2410.10989, equations 1-3; the residual connections of LlamaDecoderLayer of transformers.
     """
-    return torch.ops.fusedops.add_rms_norm(x, residual, weight, eps, weight_offset=weight_offset, cast=cast)
+    return csrc_meta.add_rms_norm.operator(x, residual, weight, eps, weight_offset=weight_offset, cast=cast)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -115,7 +122,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Source:
         arXiv 2410.10989, section 3.2; ``torch.nn.functional.layer_norm``, whose ``normalized_shape`` is N here.
     """
-    return torch.ops.fusedops.layer_norm(x, weight, bias, eps)
+    return csrc_meta.layer_norm.operator(x, weight, bias, eps)
 
 
 def rotary_embedding(
@@ -159,7 +166,7 @@ def rotary_embedding(
         RoFormer (arXiv 2104.09864), equation 34; arXiv 2410.10989, section 3.2. ``apply_rotary_pos_emb`` of
         transformers' Llama (halves) and Cohere (interleaved); Qwen2VLRotaryEmbedding (sections).
     """
-    rotated_q, rotated_k = torch.ops.fusedops.rotary_embedding(
+    rotated_q, rotated_k = csrc_meta.rotary_embedding.operator(
         q, k, cos, sin, interleaved=interleaved, sections=sections, memory_format=memory_format
     )
     return rotated_q, None if k is None else rotated_k
@@ -190,7 +197,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         arXiv 2002.05202, equation 5; arXiv 2410.10989, section 3.2. LlamaMLP and, with one tensor, Phi3MLP of
         transformers.
     """
-    return torch.ops.fusedops.swiglu(gate, up)
+    return csrc_meta.swiglu.operator(gate, up)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
@@ -216,7 +223,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     Source:
         arXiv 2002.05202, equation 5; arXiv 2410.10989, section 3.2. GemmaMLP of transformers ("tanh").
     """
-    return torch.ops.fusedops.geglu(gate, up, approximate=approximate)
+    return csrc_meta.geglu.operator(gate, up, approximate=approximate)
 
 
 def cross_entropy(
@@ -271,7 +278,7 @@ def cross_entropy(
         arXiv 2410.10989, equations 6 and 7; arXiv 2204.02311, section 5 (z-loss); Gemma2ForCausalLM (softcap) and
         CohereForCausalLM (logit_scale) of transformers.
     """
-    return torch.ops.fusedops.cross_entropy(
+    return csrc_meta.cross_entropy.operator(
         logits,
         labels,
         weight,
@@ -324,6 +331,6 @@ def linear_cross_entropy(
     Source:
         arXiv 2410.10989, section 3.2 (fused linear cross entropy); ForCausalLMLoss of transformers.
     """
-    return torch.ops.fusedops.linear_cross_entropy(
+    return csrc_meta.linear_cross_entropy.operator(
         hidden, weight, labels, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )

@@ -8,6 +8,7 @@ z is the logits x, or SOFTCAP * tanh(SCALE * x / SOFTCAP). Options that are not 
 
 from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -269,8 +270,7 @@ def row_losses(
 ) -> None:
     """As csrc_meta.cross_entropy.row_losses_ref, but that ignored rows have zero statistics."""
     rows, vocabulary = logits.shape
-    logits = as_rows(logits)
-    tensors = (logits, logits.stride(0), labels.contiguous(), *_weights(weight, options, stats))
+    tensors = (*as_rows(logits), labels.contiguous(), *_weights(weight, options, stats))
     results = (losses, stats, stats.stride(0))
     sizes = (vocabulary, options.ignore_index)
     launch(cross_entropy_fwd_kernel, rows, logits, *tensors, *results, *sizes, **_constants(options))
@@ -280,8 +280,8 @@ def reduce(
     losses: Tensor, labels: Tensor, weight: Tensor | None, vocabulary: int, options: ce.Options, reduction: str
 ) -> tuple[Tensor, Tensor]:
     """As csrc_meta.cross_entropy.reduce_ref; stops the device at a label out of range."""
-    total = losses.new_empty(())
-    loss = None if reduction == "none" else losses.new_empty(())
+    total = torch.empty((), dtype=losses.dtype, device=losses.device)
+    loss = None if reduction == "none" else torch.empty_like(total)
     tensors = (losses, labels.contiguous(), contiguous(weight), loss, total)
     sizes = (labels.numel(), vocabulary, options.ignore_index)
     # Triton leaves device_assert out of kernels that aren't compiled for debugging, and adds overflow checks to those
@@ -303,10 +303,9 @@ def row_gradients(
 ) -> None:
     """As csrc_meta.cross_entropy.row_gradients_ref; ``out`` has contiguous columns."""
     rows, vocabulary = logits.shape
-    logits = as_rows(logits)
     stats = stats if stats.stride(1) == 1 else stats.contiguous()
     upstream = (dloss, dloss.stride(0) if dloss.dim() else 0, total)
-    tensors = (logits, logits.stride(0), labels.contiguous(), *_weights(weight, options, stats))
+    tensors = (*as_rows(logits), labels.contiguous(), *_weights(weight, options, stats))
     results = (stats, stats.stride(0), out, out.stride(0))
     sizes = (vocabulary, options.ignore_index)
     programs = rows * cdiv(vocabulary, BLOCK_V)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csrc_meta import gated
-from fusedops.kernels.launch import as_rows, cdiv, launch, power_of_2
+from fusedops.kernels.launch import NO_ROWS, as_rows, cdiv, launch, power_of_2
 
 TILE = 2048
 WARPS = 4
@@ -126,10 +126,9 @@ def _launch(kernel, tensors: tuple[Tensor | None, ...], activation: str) -> None
         m, n, block_n = 1, first.numel(), TILE
         arguments = [a for t in tensors for a in (t, n)]
     else:
-        rows = [None if t is None else as_rows(t) for t in tensors]
         m, n = first.shape[:-1].numel(), first.shape[-1]
         block_n = min(power_of_2(n), TILE)
-        arguments = [a for t in rows for a in (t, 0 if t is None else t.stride(0))]
+        arguments = [a for t in tensors for a in (NO_ROWS if t is None else as_rows(t))]
     block_m = TILE // block_n
     programs = cdiv(m, block_m) * cdiv(n, block_n)
     constants = {"ACTIVATION": activation, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": WARPS}

@@ -1,6 +1,7 @@
 """What launchers share: launching on the tensor's device, its number of processors, tensors seen as rows."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 # The interpreter runs programs one after another: a few are enough to have rows shared out unevenly.
 INTERPRETER_PROCESSORS = 3
+
+NO_ROWS = (None, 0)  # as_rows of a tensor that there isn't
 
 # What Triton compiled for a kernel, its constants and the kind of its arguments, and the constants in its order.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -26,35 +29,39 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **options: Any) -
     if device.type == "cpu":  # the interpreter, or a recorder in place of the launch
         kernel[(programs,)](*args, **options)
         return
-    kinds = [kernel.fn, device.index, *options.values()]
     # All that Triton may compile into a kernel of an argument that is no constant. A loop, and no helpers: launching
-    # takes the host longer than small kernels run.
+    # takes the host longer than small kernels run. The kernel gets addresses, which Triton would ask the tensors for.
+    kinds = [kernel.fn, device.index, *options.values()]
+    values: list[Any] = []
     for a in args:
-        if a is None:
+        if type(a) is int:
+            kinds.append(a == 1 or (a & 15 == 0, a >> 31))
+        elif a is None:
             kinds.append(None)
-        elif type(a) is int:
-            kinds.append((a % 16 == 0) + 2 * (a == 1) + 4 * (-(2**31) <= a < 2**31))
         else:
-            kinds.append(a.dtype)
-            kinds.append(a.data_ptr() & 15)
+            dtype, a = a.dtype, a.data_ptr()
+            kinds.append((dtype, a & 15))
+        values.append(a)
     key = tuple(kinds)
     module = torch.cuda if device.type == "cuda" else torch.get_device_module(device)
     # Triton launches on the current device. Switching costs microseconds, so it is done only where it is needed.
     if module.current_device() != device.index:
         with module.device(device):
-            _launch(key, kernel, programs, args, options)
+            _launch(key, kernel, programs, args, values, options)
     else:
-        _launch(key, kernel, programs, args, options)
+        _launch(key, kernel, programs, args, values, options)
 
 
-def _launch(key: tuple[Any, ...], kernel: Any, programs: int, args: Any, options: dict[str, Any]) -> None:
+def _launch(
+    key: tuple[Any, ...], kernel: Any, programs: int, args: Sequence[Any], values: list[Any], options: dict[str, Any]
+) -> None:
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[(programs,)](*args, **options)
         _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
     else:
         compiled, constants = found
-        compiled[programs, 1, 1](*args, *constants)
+        compiled[programs, 1, 1](*values, *constants)
 
 
 @functools.cache
@@ -74,14 +81,18 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def as_rows(t: Tensor) -> Tensor:
-    """(..., N) as (M, N) with contiguous columns: a view where strides allow it, at any row stride."""
-    if t.dim() == 2:
-        rows, columns = t, t.shape[1]
-    else:
-        columns = t.shape[-1]
-        rows = t.reshape(t.shape[:-1].numel(), columns)
-    return rows if rows.stride(1) == 1 or columns <= 1 else rows.contiguous()
+def as_rows(t: Tensor) -> tuple[Tensor, int]:
+    """(..., N) as (M, N) with contiguous columns: where its rows begin, by a stride, without a copy if strides allow it.
+
+    Contiguous tensors are not made views of, which would take the host as long as a launch.
+    """
+    if t.is_contiguous():
+        return t, t.shape[-1]
+    columns = t.shape[-1]
+    rows = t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), columns)
+    if rows.stride(1) != 1 and columns > 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)
 
 
 def contiguous(t: Tensor | None) -> Tensor | None:

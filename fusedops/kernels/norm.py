@@ -12,12 +12,13 @@ compile-time constant (a model has two or three), M is not.
 import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fusedops.kernels import tuned
-from fusedops.kernels.launch import as_rows, cdiv, contiguous, launch, power_of_2, processors
+from fusedops.kernels.launch import NO_ROWS, as_rows, cdiv, contiguous, launch, power_of_2, processors
 
 # Widest rows held in registers without spilling: columns forward, bytes of x backward, which holds x, dy, dw and db.
 FORWARD_COLUMNS = 16384
@@ -275,10 +276,13 @@ def norm_bwd_kernel(
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + ds, xhat = (x - mean) * rstd, g = dy * (offset + w).
 
     mean(g) is subtracted where x's own mean was. dw = sum of dy * xhat over the rows, db = sum of dy.
-    Grid: P, each program takes every P-th tile of rows and writes its own row of dw and db. Tile: BLOCK_M whole rows.
+    Grid: P, each program takes every P-th tile of rows and writes its own row of dw and db, which share the rows of one
+    tensor. Tile: BLOCK_M whole rows.
     """
     WIDE: tl.constexpr = rstd_ptr.dtype.element_ty
     program = tl.program_id(0)
+    if dw_ptr is not None and db_ptr is not None:
+        db_ptr += N
     columns = tl.arange(0, BLOCK_N)[None, :]
     if dw_ptr is not None:
         dw = tl.zeros((BLOCK_M, BLOCK_N), WIDE)
@@ -303,14 +307,14 @@ def norm_bwd_kernel(
                 dy = _anew(dy)
         xhat = _normalised(x, mean_ptr, rstd, rows, M, columns, N, BLOCK_N)
         if dw_ptr is not None:
-            dw += dy.to(WIDE) * _round(xhat, x.dtype, CAST)
+            dw = tl.fma(dy.to(WIDE), _round(xhat, x.dtype, CAST), dw)
         if db_ptr is not None:
             db += dy.to(WIDE)
         if dx_ptr is not None:
-            dx = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE) - xhat * product
+            dx = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE)
             if mean_ptr is not None:
                 dx -= gradient
-            dx *= rstd
+            dx = tl.fma(-xhat, product, dx) * rstd
             if ds_ptr is not None:
                 dx += tl.load(ds_ptr + rows * ds_stride_m + columns, mask=mask, other=0.0).to(WIDE)
             tl.store(dx_ptr + rows * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -358,6 +362,8 @@ def norm_bwd_wide_kernel(
     WIDE: tl.constexpr = rstd_ptr.dtype.element_ty
     program = tl.program_id(0)
     part = program.to(tl.int64) * part_stride_p
+    if dw_ptr is not None and db_ptr is not None:
+        db_ptr += N
     for tile in range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         rows = _rows(tile, BLOCK_M)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
@@ -436,11 +442,10 @@ def forward(
     cast: str,
 ) -> None:
     """Launch the forward kernel that fits the rows; results are written into total, y, mean and rstd."""
-    x, residual = as_rows(x), None if residual is None else as_rows(residual)
-    m, n = x.shape
+    m, n = rstd.numel(), x.shape[-1]
     kernel, sizes = _forward_sizes(tuned.architecture(x.device), op, n, x.element_size())
-    residual_stride = 0 if residual is None else residual.stride(0)
-    tensors = (x, x.stride(0), residual, residual_stride, total, contiguous(weight), contiguous(bias), y, mean, rstd)
+    inputs = (*as_rows(x), *(NO_ROWS if residual is None else as_rows(residual)))
+    tensors = (*inputs, total, contiguous(weight), contiguous(bias), y, mean, rstd)
     programs = cdiv(m, sizes["BLOCK_M"])
     launch(kernel, programs, x, *tensors, m, N=n, EPS=eps, OFFSET=weight_offset, CAST=cast, **sizes)
 
@@ -463,22 +468,17 @@ def backward(
     wanted = (dweight is not None) + (dbias is not None)
     if dx is None and not wanted:
         return
-    dy, x, dsum = as_rows(dy), as_rows(x), None if dsum is None else as_rows(dsum)
-    m, n = x.shape
+    m, n = rstd.numel(), x.shape[-1]
     arch = tuned.architecture(x.device)
     kernel, sizes, per_processor = _backward_sizes(arch, op, n, x.element_size(), dx is not None)
     programs = min(cdiv(m, sizes["BLOCK_M"]), per_processor * processors(x.device))
     parts = None
     if wanted:
-        new = x.new_empty if kernel is norm_bwd_kernel else x.new_zeros
-        parts = new((programs, wanted * n), dtype=rstd.dtype)
-    dw = db = None
-    if parts is not None:
-        dw = parts if dweight is not None else None
-        db = None if dbias is None else parts if dweight is None else parts[:, n:]
-    dsum_stride = 0 if dsum is None else dsum.stride(0)
-    tensors = (dy, dy.stride(0), dsum, dsum_stride, x, x.stride(0), contiguous(weight), mean, rstd, dx, dw, db)
-    launch(kernel, programs, x, *tensors, wanted * n, m, N=n, OFFSET=weight_offset, CAST=cast, **sizes)
+        new = torch.empty if kernel is norm_bwd_kernel else torch.zeros
+        parts = new((programs, wanted * n), dtype=rstd.dtype, device=x.device)
+    inputs = (*as_rows(dy), *(NO_ROWS if dsum is None else as_rows(dsum)), *as_rows(x), contiguous(weight), mean, rstd)
+    results = (dx, None if dweight is None else parts, None if dbias is None else parts, wanted * n)
+    launch(kernel, programs, x, *inputs, *results, m, N=n, OFFSET=weight_offset, CAST=cast, **sizes)
     if parts is not None:
         blocks = wanted * cdiv(n, PARTS["BLOCK_N"])
         launch(norm_parts_kernel, blocks, x, parts, wanted * n, dweight, dbias, programs, N=n, **PARTS)

@@ -3,21 +3,24 @@
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import BaseTorchFunctionMode
 
-from csrc_meta import registry, rms_norm
+from csrc_meta import plain, rms_norm
 from fusedops import functional
 from tests.ops.compare import Recorder, upstream_like
 
 
 @pytest.fixture
 def without_dispatcher(monkeypatch):
-    """Calls of the primitive operators through the dispatcher fail."""
+    """Calls through the dispatcher fail."""
 
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise AssertionError("went through the dispatcher")
 
     for primitive in (rms_norm._forward_op, rms_norm._backward_op):
         monkeypatch.setattr(primitive, "overload", refuse)
+    monkeypatch.setattr(rms_norm.operator, "op", refuse)
 
 
 def inputs(device):
@@ -56,10 +59,38 @@ def test_fake_tensors_take_the_dispatcher(device):
 
 @pytest.mark.usefixtures("without_dispatcher")
 def test_first_call_under_a_mode_teaches_nothing(device):
-    registry._plain_keys.cache_clear()
+    plain._plain_tensor_keys.cache_clear()
+    plain._plain_thread_keys.cache_clear()
     with FakeTensorMode(), pytest.raises(AssertionError, match="dispatcher"):
         functional.rms_norm(torch.randn(4, 16, device=device))
     functional.rms_norm(torch.randn(4, 16, device=device))
+
+
+@pytest.mark.usefixtures("without_dispatcher")
+@pytest.mark.parametrize(
+    "watched",
+    [
+        pytest.param(lambda device: torch.autocast(device, torch.bfloat16), id="autocast"),
+        pytest.param(lambda device: BaseTorchFunctionMode(), id="function mode"),
+        pytest.param(lambda device: torch.profiler.profile(), id="profiler"),
+    ],
+)
+def test_who_watches_sees_the_operator(device, watched):
+    with watched(torch.device(device).type), pytest.raises(AssertionError, match="dispatcher"):
+        functional.rms_norm(torch.randn(4, 16, device=device))
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_traces_have_the_operator(device, pre_dispatch):
+    graph = make_fx(lambda x: functional.rms_norm(x), pre_dispatch=pre_dispatch)(torch.randn(4, 16, device=device))
+    (target,) = (n.target for n in graph.graph.nodes if str(n.target).startswith("fusedops"))
+    assert target == (torch.ops.fusedops.rms_norm if pre_dispatch else torch.ops.fusedops.rms_norm_forward).default
+
+
+@pytest.mark.parametrize("wrong", [{"eps": "1e-6"}, {"weight": [1.0]}, {"cast": None}])
+def test_arguments_of_wrong_types_are_refused_as_by_any_operator(device, wrong):
+    with pytest.raises((TypeError, RuntimeError), match=f"rms_norm_forward.*{next(iter(wrong))}"):
+        functional.rms_norm(torch.randn(4, 16, device=device), **wrong)
 
 
 @pytest.mark.usefixtures("without_dispatcher")
