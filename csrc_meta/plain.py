@@ -8,7 +8,7 @@ with those of a thread in which nothing ever happened.
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,24 +35,43 @@ def _thread_keys() -> tuple[int, int]:
 
 @functools.cache
 def _plain_thread_keys() -> frozenset[tuple[int, int]]:
-    return frozenset(_in_new_thread(_thread_keys))
+    def observe(seen: list[tuple[int, int]]) -> None:
+        seen.append(_thread_keys())
+        # Some versions of torch exclude a key more while a backward pass runs.
+        y = _Observer.apply(torch.zeros((), device="cpu", requires_grad=True), seen)
+        torch.autograd.backward(y)
+        with torch.inference_mode():
+            seen.append(_thread_keys())
+
+    return _in_new_thread(observe)
 
 
 @functools.cache
 def _plain_tensor_keys(device: torch.device) -> frozenset[int]:
-    return frozenset(_in_new_thread(lambda: torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()))
-
-
-def _in_new_thread(function: Callable[[], T]) -> list[T]:
-    """Results of a function in a new thread, which shares no state with this one, without and with inference mode."""
-    results = []
-
-    def run() -> None:
-        results.append(function())
+    def observe(seen: list[int]) -> None:
+        seen.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
         with torch.inference_mode():
-            results.append(function())
+            seen.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
 
-    thread = threading.Thread(target=run)
+    return _in_new_thread(observe)
+
+
+class _Observer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[tuple[int, int]]) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.seen.append(_thread_keys())
+        return dy, None
+
+
+def _in_new_thread(observe: Callable[[list[T]], None]) -> frozenset[T]:
+    """What a function appends to a list in a thread that shares no state with this one."""
+    seen: list[T] = []
+    thread = threading.Thread(target=observe, args=(seen,))
     thread.start()
     thread.join()
-    return results
+    return frozenset(seen)

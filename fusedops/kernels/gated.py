@@ -3,8 +3,8 @@
 M: rows, all leading dimensions together; one where all tensors are contiguous
 N: columns of a row; all elements where all tensors are contiguous
 
-gate and up are two tensors or the halves of one, which differ in strides alone. Nothing is reduced: the tile is as large
-as keeps memory busy, and tells little of the shape.
+gate and up are two tensors or the halves of one, which differ in strides alone. Nothing is reduced: small
+programs, of which many share a processor, keep memory busiest, whatever the shape.
 """
 
 import math
@@ -16,8 +16,8 @@ from torch import Tensor
 from csrc_meta import gated
 from fusedops.kernels.launch import NO_ROWS, as_rows, cdiv, launch, power_of_2
 
-TILE = 2048
-WARPS = 4
+TILE = 512
+WARPS = 2
 
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 DENSITY_AT_ZERO = tl.constexpr(1 / math.sqrt(2 * math.pi))  # of the normal distribution

@@ -307,14 +307,14 @@ def norm_bwd_kernel(
                 dy = _anew(dy)
         xhat = _normalised(x, mean_ptr, rstd, rows, M, columns, N, BLOCK_N)
         if dw_ptr is not None:
-            dw = tl.fma(dy.to(WIDE), _round(xhat, x.dtype, CAST), dw)
+            dw += dy.to(WIDE) * _round(xhat, x.dtype, CAST)
         if db_ptr is not None:
             db += dy.to(WIDE)
         if dx_ptr is not None:
-            dx = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE)
+            dx = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE) - xhat * product
             if mean_ptr is not None:
                 dx -= gradient
-            dx = tl.fma(-xhat, product, dx) * rstd
+            dx *= rstd
             if ds_ptr is not None:
                 dx += tl.load(ds_ptr + rows * ds_stride_m + columns, mask=mask, other=0.0).to(WIDE)
             tl.store(dx_ptr + rows * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -24,7 +24,7 @@ from torch import Tensor
 from csrc_meta.rotary_embedding import backward_fake, forward_fake
 from fusedops.kernels.launch import cdiv, launch, power_of_2
 
-ELEMENTS = 4096  # of a tile
+ELEMENTS = 1024  # of a tile
 HEADS = 8  # at least, in a tile of a tensor that has them: a row of the tables is read once for all of them
 WARPS = 4
 
