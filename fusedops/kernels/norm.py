@@ -238,6 +238,13 @@ def _scaled(
 
 
 @triton.jit
+def _sums(a, b):
+    """The sums over columns of two tiles, in one reduction: each has all warps wait for each other."""
+    a, b = tl.split(tl.sum(tl.join(a, b), 1))
+    return a[:, None], b[:, None]
+
+
+@triton.jit
 def _anew(x):
     """x itself, of which the compiler can't know that it has converted it before: the third program id is always zero."""
     if x.dtype.primitive_bitwidth == 16:
@@ -298,9 +305,12 @@ def norm_bwd_kernel(
         if dx_ptr is not None:
             xhat = _normalised(x, mean_ptr, rstd, rows, M, columns, N, BLOCK_N)
             g = _scaled(dy, w_ptr, columns, N, BLOCK_N, OFFSET, CAST, WIDE)
-            product = tl.sum(g * xhat, 1, keep_dims=True) / N
             if mean_ptr is not None:
-                gradient = tl.sum(g, 1, keep_dims=True) / N
+                product, gradient = _sums(g * xhat, g)
+                gradient /= N
+            else:
+                product = tl.sum(g * xhat, 1, keep_dims=True)
+            product /= N
             if RECONVERT:
                 # Held in float32 until both sums are known, they would take the registers that dw and db need.
                 x = _anew(x)
