@@ -11,6 +11,7 @@ from torch import Tensor
 # The interpreter runs programs one after another: a few are enough to have rows shared out unevenly.
 INTERPRETER_PROCESSORS = 3
 
+DEVICE = 1  # its index, among what a compiled kernel is kept under
 NO_ROWS = (None, 0)  # as_rows of a tensor that there isn't
 
 # What Triton compiled for a kernel, its constants and the kind of its arguments, and the constants in its order.
@@ -61,7 +62,9 @@ def _launch(
         _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
     else:
         compiled, constants = found
-        compiled[programs, 1, 1](*values, *constants)
+        # Triton would ask for the current device once more to find the stream.
+        stream = triton.runtime.driver.active.get_current_stream(key[DEVICE])
+        compiled[programs, 1, 1](*values, *constants, stream=stream)
 
 
 @functools.cache
