@@ -67,6 +67,14 @@ def check_class_weights(op: str, argument: str, weight: Tensor, like: str, other
     checks.check_shape(op, argument, weight, (vocabulary,), "One weight for each class.")
 
 
+def refuse_trained_class_weights(op: str, argument: str, needs_grad: bool) -> None:
+    if needs_grad:
+        remedy = f"Detach it: {argument}.detach()."
+        raise checks.UnsupportedInputError(
+            checks.message(op, argument, "a tensor that requires grad", "fixed weights", remedy)
+        )
+
+
 def check_options(op: str, reduction: str, options: Options) -> None:
     def require(fits: bool, argument: str, wants: str, remedy: str) -> None:
         if not fits:
@@ -259,12 +267,7 @@ def backward_mutating(kernels: RowKernels, dloss: Tensor, logits: Tensor, *args:
 
 def _setup_context(ctx, inputs, output) -> None:
     logits, labels, weight, ctx.reduction, *ctx.options = inputs
-    if ctx.needs_input_grad[2]:
-        raise checks.UnsupportedInputError(
-            checks.message(
-                "cross_entropy", "weight", "a tensor that requires grad", "fixed weights", "Detach it: weight.detach()."
-            )
-        )
+    refuse_trained_class_weights("cross_entropy", "weight", ctx.needs_input_grad[2])
     _, stats, total = output
     donation.save(ctx, logits, labels, weight, stats, total)
     ctx.mark_non_differentiable(stats, total)

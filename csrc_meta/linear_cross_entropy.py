@@ -7,6 +7,7 @@ eager. For ``none`` every row has an upstream gradient of its own, and the backw
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +36,19 @@ def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int) -> in
 
 
 def check(
-    op: str, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str, label_smoothing: float
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: str,
+    options: ce.Options,
 ) -> None:
     checks.check_dtype(op, "hidden", hidden, checks.FLOATING, "Cast it to a floating-point dtype.")
     checks.check_same_dtype(op, "weight", weight, "hidden", hidden)
     checks.check_same_device(op, "weight", weight, "hidden", hidden)
-    checks.check_choice(op, "reduction", reduction, checks.REDUCTIONS)
-    checks.check_label_smoothing(op, label_smoothing)
+    ce.check_options(op, reduction, options)
     if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise checks.UnsupportedInputError(
             checks.message(
@@ -57,6 +64,8 @@ def check(
         checks.check_same_dtype(op, "bias", bias, "hidden", hidden)
         checks.check_same_device(op, "bias", bias, "hidden", hidden)
         checks.check_shape(op, "bias", bias, weight.shape[:1], "One element for each row of weight.")
+    if class_weight is not None:
+        ce.check_class_weights(op, "class_weight", class_weight, "hidden", hidden, weight.shape[0])
 
 
 def _check_forward(
@@ -64,12 +73,12 @@ def _check_forward(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    class_weight: Tensor | None,
     output_mask: list[bool],
+    reduction: str,
+    *options: Any,
 ) -> None:
-    check("linear_cross_entropy", hidden, weight, labels, bias, reduction, label_smoothing)
+    check("linear_cross_entropy", hidden, weight, labels, bias, class_weight, reduction, ce.Options(*options))
 
 
 def _check_backward(
@@ -78,17 +87,17 @@ def _check_backward(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
+    class_weight: Tensor | None,
     stats: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
     output_mask: list[bool],
+    *options: Any,
 ) -> None:
     op = "linear_cross_entropy_backward"
-    check(op, hidden, weight, labels, bias, "none", label_smoothing)
+    check(op, hidden, weight, labels, bias, class_weight, "none", ce.Options(*options))
     checks.check_shape(op, "dloss", dloss, labels.shape, "dloss has the shape of the losses.")
 
 
-def _check_scale(dloss: Tensor, count: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> None:
+def _check_scale(dloss: Tensor, total: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> None:
     checks.check_shape("linear_cross_entropy_scale", "dloss", dloss, (), "mean and sum have one upstream gradient.")
 
 
@@ -147,30 +156,29 @@ def forward(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    class_weight: Tensor | None,
     output_mask: list[bool],
+    reduction: str,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = compute_dtype(hidden)
+    wide, given = compute_dtype(hidden), ce.Options(*options)
     flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    options = ce.Options(ignore_index, label_smoothing)
-    kernels.check_values("linear_cross_entropy", flat_labels, weight.shape[0], ignore_index)
+    kernels.check_values("linear_cross_entropy", flat_labels, weight.shape[0], given.ignore_index)
     losses = flat.new_empty(flat_labels.shape, dtype=wide)
     stats = flat.new_empty((2, *flat_labels.shape), dtype=wide)
     gradients = _Gradients(flat, weight, output_mask if reduction != "none" else [False] * 3, wide)
     one = flat.new_ones((), dtype=wide)
     for part, logits in _chunks(flat, weight, bias):
-        kernels.losses(logits, flat_labels[part], None, options, losses[part], stats[:, part])
+        kernels.losses(logits, flat_labels[part], class_weight, given, losses[part], stats[:, part])
         if reduction != "none" and any(output_mask):
-            kernels.gradients(one, None, logits, flat_labels[part], None, stats[:, part], options, logits)
+            kernels.gradients(one, None, logits, flat_labels[part], class_weight, stats[:, part], given, logits)
             gradients.add(part.start, logits, flat[part], weight)
-    loss, count = kernels.reduce(losses, flat_labels, None, weight.shape[0], options, reduction)
+    loss, total = kernels.reduce(losses, flat_labels, class_weight, weight.shape[0], given, reduction)
     dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
     return (
         loss.view(labels.shape) if reduction == "none" else loss,
         stats,
-        count,
+        total,
         dhidden,
         gradients.weight,
         gradients.bias,
@@ -184,16 +192,17 @@ def backward(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
+    class_weight: Tensor | None,
     stats: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
     output_mask: list[bool],
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    given = ce.Options(*options)
     flat, flat_labels, upstream = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), dloss.reshape(-1)
-    options = ce.Options(ignore_index, label_smoothing)
     gradients = _Gradients(flat, weight, output_mask, stats.dtype)
     for part, logits in _chunks(flat, weight, bias):
-        kernels.gradients(upstream[part], None, logits, flat_labels[part], None, stats[:, part], options, logits)
+        rows = (logits, flat_labels[part], class_weight, stats[:, part])
+        kernels.gradients(upstream[part], None, *rows, given, logits)
         gradients.add(part.start, logits, flat[part], weight)
     dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
     return dhidden, gradients.weight.to(weight.dtype), gradients.bias.to(weight.dtype)
@@ -208,14 +217,14 @@ def linear_cross_entropy_backward_ref(*args):
 
 
 def linear_cross_entropy_scale(
-    dloss: Tensor, count: Tensor, gradients: list[Tensor], dtype: torch.dtype
+    dloss: Tensor, total: Tensor, gradients: list[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Gradients of the summed loss times dloss / count, rounded once. Serves every device: torch alone is at its limit.
+    """Gradients of the summed loss times dloss / total, rounded once. Serves every device: torch alone is at its limit.
 
-    With no row to count, their mean's gradient is zero, as eager's, and not 0 * inf. float16 loss scaling arrives
+    With no row that counts, their mean's gradient is zero, as eager's, and not 0 * inf. float16 loss scaling arrives
     here in dloss, so that nothing underflows before it.
     """
-    factor = torch.where(count > 0, dloss.to(count.dtype) / count, 0.0).reshape(1)
+    factor = torch.where(total == 0, 0.0, dloss.to(total.dtype) / total).reshape(1)
     return [torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype)) for g in gradients]
 
 
@@ -224,10 +233,10 @@ def linear_cross_entropy_fake(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    class_weight: Tensor | None,
     output_mask: list[bool],
+    reduction: str,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = compute_dtype(hidden)
     wanted = output_mask if reduction != "none" else [False] * 3
@@ -247,10 +256,10 @@ def linear_cross_entropy_backward_fake(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
+    class_weight: Tensor | None,
     stats: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
     output_mask: list[bool],
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty(hidden.shape if output_mask[0] else (0,)),
@@ -259,17 +268,18 @@ def linear_cross_entropy_backward_fake(
     )
 
 
-def _scale_fake(dloss: Tensor, count: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _scale_fake(dloss: Tensor, total: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(g, dtype=dtype) for g in gradients]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    hidden, weight, labels, bias, ctx.ignore_index, ctx.reduction, ctx.label_smoothing, _ = inputs
-    _, stats, count, *gradients = output
+    hidden, weight, labels, bias, class_weight, _, ctx.reduction, *ctx.options = inputs
+    ce.refuse_trained_class_weights("linear_cross_entropy", "class_weight", ctx.needs_input_grad[4])
+    _, stats, total, *gradients = output
     if ctx.reduction == "none":
-        ctx.save_for_backward(hidden, weight, labels, bias, stats)
+        ctx.save_for_backward(hidden, weight, labels, bias, class_weight, stats)
     else:
-        ctx.save_for_backward(count, *gradients)
+        ctx.save_for_backward(total, *gradients)
     ctx.dtype = hidden.dtype
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -277,20 +287,21 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dloss, *_):
     mask = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    of_options = (None,) * (2 + len(ctx.options))  # output_mask and reduction among them
     if dloss is None:
-        return (None,) * 8
+        return (None,) * 5 + of_options
     if ctx.reduction == "none":
-        gradients = _backward_op(dloss, *ctx.saved_tensors, ctx.ignore_index, ctx.label_smoothing, mask)
+        gradients = _backward_op(dloss, *ctx.saved_tensors, mask, *ctx.options)
     else:
         # These gradients were made in the forward pass: nothing links them to hidden and weight, and a second
         # derivative would be silently zero. Only create_graph=True runs a backward pass with gradients enabled.
         if torch.is_grad_enabled():
             raise second_derivative_error("linear_cross_entropy")
-        count, *summed = ctx.saved_tensors
-        count = count if ctx.reduction == "mean" else torch.ones_like(count)
-        gradients = _scale_op(dloss, count, summed, ctx.dtype)
+        total, *summed = ctx.saved_tensors
+        total = total if ctx.reduction == "mean" else torch.ones_like(total)
+        gradients = _scale_op(dloss, total, summed, ctx.dtype)
     dhidden, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
-    return dhidden, dweight, None, dbias, None, None, None, None
+    return dhidden, dweight, None, dbias, None, *of_options
 
 
 def linear_cross_entropy(
@@ -299,14 +310,19 @@ def linear_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = None,
     *,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
+    options = ce.Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     # Gradients are made in the forward pass, and only those that a backward pass may ask for.
     recording = torch.is_grad_enabled()
     mask = [recording and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    return _forward_op(hidden, weight, labels, bias, ignore_index, reduction, label_smoothing, mask)[0]
+    return _forward_op(hidden, weight, labels, bias, class_weight, mask, reduction, *options)[0]
 
 
 def _autocast(dtype: torch.dtype, hidden, weight, labels, bias=None, **kwargs):
@@ -323,18 +339,18 @@ def _gemm_flops(hidden: torch.Size, weight: torch.Size) -> int:
     return 2 * hidden.numel() * weight[0]
 
 
-def _forward_flops(hidden, weight, labels, bias, ignore_index, reduction, label_smoothing, mask, **kwargs) -> int:
+def _forward_flops(hidden, weight, labels, bias, class_weight, mask, reduction, *options, **kwargs) -> int:
     gemms = 1 + (mask[0] + mask[1] if reduction != "none" else 0)
     return gemms * _gemm_flops(hidden, weight)
 
 
-def _backward_flops(dloss, hidden, weight, labels, bias, stats, ignore_index, label_smoothing, mask, **kwargs) -> int:
+def _backward_flops(dloss, hidden, weight, labels, bias, class_weight, stats, mask, *options, **kwargs) -> int:
     return (1 + mask[0] + mask[1]) * _gemm_flops(hidden, weight)
 
 
 _forward_op = primitive(
-    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, int ignore_index,"
-    " str reduction, float label_smoothing, bool[3] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? class_weight,"
+    f" bool[3] output_mask, str reduction, {ce.OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check_forward,
     fake=linear_cross_entropy_fake,
     reference=linear_cross_entropy_ref,
@@ -344,22 +360,23 @@ _forward_op = primitive(
 )
 _backward_op = primitive(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor labels, Tensor? bias,"
-    " Tensor stats, int ignore_index, float label_smoothing, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    f" Tensor? class_weight, Tensor stats, bool[3] output_mask, {ce.OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     check=_check_backward,
     fake=linear_cross_entropy_backward_fake,
     reference=linear_cross_entropy_backward_ref,
     flops=_backward_flops,
 )
 _scale_op = primitive(
-    "linear_cross_entropy_scale(Tensor dloss, Tensor count, Tensor[] gradients, ScalarType dtype) -> Tensor[]",
+    "linear_cross_entropy_scale(Tensor dloss, Tensor total, Tensor[] gradients, ScalarType dtype) -> Tensor[]",
     check=_check_scale,
     fake=_scale_fake,
     reference=linear_cross_entropy_scale,
     flops=no_flops,
 )
 operator = composite(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, int ignore_index=-100,"
-    " str reduction='mean', float label_smoothing=0.0) -> Tensor",
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, Tensor? class_weight=None,"
+    " int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float? softcap=None,"
+    " float logit_scale=1.0, float z_loss=0.0) -> Tensor",
     linear_cross_entropy,
     autocast=_autocast,
 )
@@ -370,11 +387,19 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return torch.randn(shape, device=device, dtype=dtype) / 3
 
     def sample(
-        label: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, ignored: int = 0, **kwargs
+        label: str,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        ignored: int = 0,
+        weighted: bool = False,
+        **kwargs,
     ) -> Sample:
         leaves = [t.detach().requires_grad_() if t is not None else None for t in (hidden, weight, bias)]
         rows = hidden.shape[:-1]
         labels = ce.sample_labels(rows.numel(), weight.shape[0], device, ignored).view(rows)
+        if weighted:
+            kwargs["class_weight"] = (torch.rand(weight.shape[0], device=device) + 0.5).to(dtype)
         return Sample(label, (*leaves[:2], labels, leaves[2]), kwargs)
 
     yield sample("mean", tensor(2, 6, 32), tensor(64, 32), ignored=3)
@@ -382,6 +407,12 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("none", tensor(2, 6, 32), tensor(64, 32), ignored=3, reduction="none")
     yield sample("bias and label smoothing", tensor(9, 16), tensor(37, 16), tensor(37), label_smoothing=0.1)
     yield sample("bias, none", tensor(9, 16), tensor(37, 16), tensor(37), reduction="none", label_smoothing=0.1)
+    yield sample("class weights", tensor(9, 16), tensor(37, 16), ignored=2, weighted=True)
+    yield sample("softcap", 3 * tensor(9, 16), tensor(37, 16), ignored=2, softcap=1.5)
+    yield sample("logit scale and z-loss", tensor(9, 16), tensor(37, 16), logit_scale=0.7, z_loss=0.01)
+    together: dict[str, Any] = {"label_smoothing": 0.2, "softcap": 3.0, "logit_scale": -1.5, "z_loss": 0.05}
+    yield sample("all options", tensor(9, 16), tensor(37, 16), tensor(37), ignored=2, weighted=True, **together)
+    yield sample("all options, none", tensor(9, 16), tensor(37, 16), weighted=True, reduction="none", **together)
     yield sample("all ignored", tensor(4, 16), tensor(32, 16), ignored=4, reduction="sum")
     yield sample("no rows", tensor(0, 16), tensor(32, 16), reduction="sum")
     yield sample("odd sizes", tensor(3, 5, 7), tensor(11, 7))
@@ -391,9 +422,17 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("misaligned", tensor(4 * 33 + 1)[1:].view(4, 33), tensor(48, 33))
 
 
-def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **kwargs) -> Tensor:
+def _eager(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    **kwargs,
+) -> Tensor:
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    loss = ce.eager(logits.view(-1, logits.shape[-1]), labels.reshape(-1), **kwargs)
+    loss = ce.eager(logits.view(-1, logits.shape[-1]), labels.reshape(-1), class_weight, **kwargs)
     return loss.view(labels.shape) if kwargs.get("reduction") == "none" else loss
 
 

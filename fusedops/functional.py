@@ -297,9 +297,13 @@ def linear_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = None,
     *,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Cross entropy of hidden @ weight.T + bias with integer labels, without the (T, V) logits.
 
@@ -308,9 +312,11 @@ def linear_cross_entropy(
         weight: (V, H), the dtype of hidden, as ``torch.nn.Linear`` stores it.
         labels: (...) int64|int32 in [0, V) or equal to ignore_index; the leading shape of hidden.
         bias: (V,), the dtype of hidden, or None.
+        class_weight: (V,) floating point, or None; rows count by the weight of their label. Not differentiable.
         ignore_index: label of rows that count for nothing: loss 0, gradient 0, left out of the mean.
-        reduction: "none", "mean" (over the rows not ignored) or "sum".
+        reduction: "none", "mean" (over the rows not ignored, by their labels' weights) or "sum".
         label_smoothing: probability mass in [0, 1] spread evenly over the vocabulary.
+        softcap, logit_scale, z_loss: as in :func:`cross_entropy`.
 
     Returns:
         The loss, () or the shape of labels for "none", float32 (float64 for float64 inputs).
@@ -324,7 +330,7 @@ def linear_cross_entropy(
 
     Raises:
         UnsupportedDtypeError: a dtype differs from hidden's, or labels are not integers.
-        UnsupportedInputError: shapes, devices, reduction or label_smoothing don't fit.
+        UnsupportedInputError: shapes, devices, reduction or another option don't fit.
         LabelOutOfRangeError: on a CPU, a label outside [0, V); on a GPU a device-side assertion, as in eager.
         DoubleBackwardError: a second derivative is asked for.
 
@@ -332,5 +338,15 @@ def linear_cross_entropy(
         arXiv 2410.10989, section 3.2 (fused linear cross entropy); ForCausalLMLoss of transformers.
     """
     return csrc_meta.linear_cross_entropy.operator(
-        hidden, weight, labels, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        hidden,
+        weight,
+        labels,
+        bias,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
     )

@@ -13,12 +13,19 @@ from tests.ops.compare import Recorder, assert_bounded, assert_close_to_eager, r
 EAGER = SPECS["linear_cross_entropy"].eager
 
 
-def sample(device, rows=14, hidden=16, vocabulary=50, dtype=torch.float32, bias=False, **kwargs) -> Sample:
+OPTIONS = {"label_smoothing": 0.1, "softcap": 2.0, "logit_scale": 1.5, "z_loss": 0.01}
+
+
+def sample(
+    device, rows=14, hidden=16, vocabulary=50, dtype=torch.float32, bias=False, weighted=False, **kwargs
+) -> Sample:
     def leaf(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, device=device) / 3).to(dtype).requires_grad_()
 
     labels = torch.randint(0, vocabulary, (rows,), device=device)
     labels[::5] = -100
+    if weighted:
+        kwargs["class_weight"] = torch.rand(vocabulary, device=device) + 0.5
     return Sample(
         "", (leaf(rows, hidden), leaf(vocabulary, hidden), labels, leaf(vocabulary) if bias else None), kwargs
     )
@@ -34,7 +41,7 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("small_chunks")
 def test_linear_cross_entropy_chunks(device, dtype, reduction):
-    case = sample(device, dtype=dtype, bias=True, reduction=reduction, label_smoothing=0.1)
+    case = sample(device, dtype=dtype, bias=True, weighted=True, reduction=reduction, **OPTIONS)
     assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
 
 
@@ -43,7 +50,7 @@ def test_linear_cross_entropy_weight_gradient_is_summed_in_float32(device):
     case = sample(device, rows=40, hidden=8, vocabulary=8, dtype=torch.bfloat16, reduction="sum")
     hidden, weight, labels, _ = case.args
     summed = torch.ops.fusedops.linear_cross_entropy_forward(
-        hidden, weight, labels, None, -100, "sum", 0.0, [True, True, False]
+        hidden, weight, labels, None, None, [True, True, False], "sum", -100, 0.0, None, 1.0, 0.0
     )[4]
     assert summed.dtype == torch.float32
     assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
@@ -72,10 +79,10 @@ def test_linear_cross_entropy_computes_what_is_needed(device, reduction):
             loss.sum().backward()
         wanted = [name not in frozen for name in inputs]
         (forward,) = recorder.arguments("linear_cross_entropy_forward")
-        assert forward[-1] == wanted
+        assert forward[5] == wanted
         if reduction == "none":
             (backward,) = recorder.arguments("linear_cross_entropy_backward")
-            assert backward[-1] == wanted
+            assert backward[7] == wanted
 
 
 def test_linear_cross_entropy_without_grad_makes_no_gradients(device):
@@ -83,7 +90,29 @@ def test_linear_cross_entropy_without_grad_makes_no_gradients(device):
     with torch.no_grad(), Recorder() as recorder:
         functional.linear_cross_entropy(hidden, weight, labels)
     (forward,) = recorder.arguments("linear_cross_entropy_forward")
-    assert forward[-1] == [False, False, False]
+    assert forward[5] == [False, False, False]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_linear_cross_entropy_each_option_matters(device, name, weighted):
+    """Alone, beside class weights, and unlike the loss without it."""
+    case = sample(device, weighted=weighted, **{name: OPTIONS[name]})
+    assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
+    with_it = functional.linear_cross_entropy(*case.args, **case.kwargs)
+    without = functional.linear_cross_entropy(*case.args, **{k: v for k, v in case.kwargs.items() if k != name})
+    assert abs(with_it - without) > 1e-4
+
+
+def test_linear_cross_entropy_mean_is_by_class_weights(device):
+    hidden, weight, labels, _ = sample(device).args
+    class_weight = torch.rand(50, device=device) + 0.5
+    options = {"class_weight": class_weight}
+    total = class_weight[labels[labels != -100]].sum()
+    mean, summed = (
+        functional.linear_cross_entropy(hidden, weight, labels, reduction=r, **options) for r in ("mean", "sum")
+    )
+    torch.testing.assert_close(mean, summed / total)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -223,6 +252,22 @@ def test_linear_cross_entropy_rejects_shapes():
     )
 
 
+def test_linear_cross_entropy_rejects_class_weights():
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, class_weight=torch.ones(4)),
+        """fusedops.linear_cross_entropy: class_weight: got (4,) float32 on cpu, wants shape (8,). One weight for each class.""",
+    )
+    snapshot(
+        rejects(UnsupportedDtypeError, HIDDEN, WEIGHT, LABELS, class_weight=torch.ones(8).int()),
+        """fusedops.linear_cross_entropy: class_weight: got (8,) int32 on cpu, wants one of bfloat16, float16, float32, float64. Cast it to a floating-point dtype.""",
+    )
+    trained = torch.ones(8, requires_grad=True)
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, class_weight=trained),
+        """fusedops.linear_cross_entropy: class_weight: got a tensor that requires grad, wants fixed weights. Detach it: class_weight.detach().""",
+    )
+
+
 def test_linear_cross_entropy_rejects_another_device():
     snapshot(
         rejects(UnsupportedInputError, HIDDEN, WEIGHT.to("meta"), LABELS),
@@ -238,4 +283,8 @@ def test_linear_cross_entropy_rejects_options():
     snapshot(
         rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, label_smoothing=-0.1),
         """fusedops.linear_cross_entropy: label_smoothing: got -0.1, wants a number in [0, 1]. Pass the probability mass to spread.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, softcap=0.0),
+        """fusedops.linear_cross_entropy: softcap: got 0.0, wants a positive number or None. Pass the bound of the logits' magnitude.""",
     )
