@@ -1,4 +1,4 @@
-"""Logits on demand: a tensor that is ``linear(hidden, weight, bias)`` and computes itself when somebody reads it.
+"""Logits on demand: a tensor that is ``linear(hidden, weight, bias)``, or a function of it, and computes itself when read.
 
 A model that computes its loss from hidden states still returns ``.logits``. They keep their meaning: shape, dtype,
 device and autograd graph are there from the start, the values come with the first read and are those of the moment
@@ -6,6 +6,7 @@ when the model ran.
 """
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,14 +16,21 @@ from torch.utils._pytree import tree_map_only
 from csrc_meta.errors import StaleLogitsError, UnsupportedInputError, message
 
 
-def logits_on_demand(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``linear(hidden, weight, bias)``, not computed yet.
+def logits_on_demand(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    then: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """``linear(hidden, weight, bias)``, or ``then`` of it, not computed yet.
 
     Args:
         hidden: (..., H) floating point.
         weight: (V, H).
         bias: (V,) or None.
         dtype: of the logits; operands of another dtype are cast to it first, as autocast does.
+        then: a differentiable function of the linear's result, elementwise and of the same dtype: a scale, a softcap.
 
     Returns:
         logits: (..., V) of that dtype, contiguous; differentiable as the linear would be.
@@ -30,43 +38,58 @@ def logits_on_demand(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype:
     Raises:
         StaleLogitsError: on the first read, if hidden, weight or bias were written to since the call.
     """
-    return _Deferred.apply(hidden, weight, bias, dtype)
+    return _Deferred.apply(hidden, weight, bias, dtype, then)
 
 
 class _Deferred(torch.autograd.Function):
     """The lazy tensor is a function's output, so it has a grad_fn before it has values."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, dtype):
-        ctx.save_for_backward(hidden, weight)
-        ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
-        return DeferredLogits(_Projection(hidden, weight, bias, dtype))
+    def forward(ctx, hidden, weight, bias, dtype, then):
+        ctx.save_for_backward(hidden, weight, None if then is None else bias)
+        ctx.dtype, ctx.bias_dtype, ctx.then = dtype, None if bias is None else bias.dtype, then
+        return DeferredLogits(_Projection(hidden, weight, bias, dtype, then))
 
     @staticmethod
     def backward(ctx, dlogits):
-        hidden, weight = ctx.saved_tensors
+        hidden, weight, bias = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dhidden = dweight = dbias = None
-        rows = dlogits.reshape(-1, dlogits.shape[-1])
         with torch.autocast(hidden.device.type, enabled=False):
+            if ctx.then is not None:
+                with torch.enable_grad():
+                    linear = _linear((hidden, weight, bias), ctx.dtype).detach().requires_grad_()
+                    (dlogits,) = torch.autograd.grad(ctx.then(linear), linear, dlogits)
+            rows = dlogits.reshape(-1, dlogits.shape[-1])
             if wants_hidden:
                 dhidden = (dlogits @ weight.to(ctx.dtype)).to(hidden.dtype)
             if wants_weight:
                 dweight = (rows.t() @ hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)).to(weight.dtype)
             if wants_bias:
                 dbias = rows.sum(0).to(ctx.bias_dtype)
-        return dhidden, dweight, dbias, None
+        return dhidden, dweight, dbias, None, None
+
+
+def _linear(operands: Iterable[Tensor | None], dtype: torch.dtype) -> Tensor:
+    return torch.nn.functional.linear(*(None if t is None else t.to(dtype) for t in operands))
 
 
 class _Projection:
     """What the logits are computed from, and the values once they are."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        then: Callable[[Tensor], Tensor] | None,
+    ) -> None:
         self.operands = {"hidden": hidden.detach(), "weight": weight.detach()}
         if bias is not None:
             self.operands["bias"] = bias.detach()
         self.shape = (*hidden.shape[:-1], weight.shape[0])
-        self.dtype, self.device = dtype, hidden.device
+        self.dtype, self.device, self.then = dtype, hidden.device, then
         self.versions = {name: _version(t) for name, t in self.operands.items()}
         # Optimizers that write to p.data leave the version as it is, so the operands' bits are summed as well: one
         # read of the weight, without a host synchronisation.
@@ -78,9 +101,9 @@ class _Projection:
             # Whoever reads first may do so in inference mode; others may differentiate what comes of the values.
             with torch.inference_mode(False), torch.no_grad():
                 self.refuse_changed_operands()
-                operands = [t.to(self.dtype) for t in self.operands.values()]
                 with torch.autocast(self.device.type, enabled=False):
-                    self.values = torch.nn.functional.linear(*operands)
+                    linear = _linear(self.operands.values(), self.dtype)
+                    self.values = linear if self.then is None else self.then(linear)
             self.operands = {}
         return self.values
 

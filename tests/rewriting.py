@@ -31,7 +31,10 @@ SITES = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA | {"rms_norm": 5},  # queries and keys are normalised
     "phi3": _LLAMA,
-    # Queries and keys are normalised, and what a block adds is too.
+    "granite": _LLAMA,  # divides its logits
+    # What a block adds is normalised too, and logits are softcapped.
+    "gemma2": {"add_rms_norm": 4, "geglu": 2, "linear_cross_entropy": 1, "rms_norm": 5, "rotary_embedding": 2},
+    # And queries and keys are normalised.
     "gemma3_text": {"add_rms_norm": 4, "geglu": 2, "linear_cross_entropy": 1, "rms_norm": 9, "rotary_embedding": 2},
     "gpt_neox": {"layer_norm": 5, "linear_cross_entropy": 1, "rotary_embedding": 2},
     "gpt2": {"layer_norm": 5, "cross_entropy": 1},  # its graph breaks between projection and loss

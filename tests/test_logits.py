@@ -119,6 +119,21 @@ def test_readers_get_what_eager_gives(name) -> None:
         assert got == expected
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_function_of_the_linear(bias) -> None:
+    def softcapped(x):
+        return torch.tanh(x / 3.0) * 3.0
+
+    hidden, weight, b = operands(bias=bias)
+    differentiated = [t for t in (hidden, weight, b) if t is not None]
+    expected = softcapped(torch.nn.functional.linear(hidden, weight, b))
+    got = logits_on_demand(hidden, weight, b, hidden.dtype, softcapped)
+    upstream = torch.randn_like(expected)
+    torch.testing.assert_close(got * 1.0, expected)
+    gradients = torch.autograd.grad(got, differentiated, upstream)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, differentiated, upstream))
+
+
 def test_saved_to_a_file_as_a_plain_tensor() -> None:
     hidden, weight, _ = operands()
     file = io.BytesIO()
@@ -231,10 +246,11 @@ def test_auxiliary_loss_on_a_models_logits(name) -> None:
     assert distance(expected, gradients) < 1e-5
 
 
-def test_logits_without_the_loss() -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+def test_logits_without_the_loss(name) -> None:
     """Only the logits are differentiated: the loss's part of the compiled backward gets no gradient."""
     torch._dynamo.reset()
-    model, ids = tiny(), tokens()
+    model, ids = tiny(name), tokens()
     _, expected = step(model, model, ids, lambda out: out.logits.pow(2).mean())
     _, gradients = step(model, compiled(model), ids, lambda out: out.logits.pow(2).mean())
     assert distance(expected, gradients) < 1e-5

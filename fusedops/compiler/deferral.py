@@ -1,14 +1,16 @@
 """Takes logits out of a graph's outputs and makes them on demand after the graph has run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fusedops.compiler.engine import ON_DEMAND
+from fusedops.compiler.engine import ON_DEMAND, concrete
 from fusedops.logits import logits_on_demand
+
+LINEAR = torch.ops.aten.linear.default
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,25 @@ class _Operand:
 
 
 @dataclass(frozen=True)
+class _Steps:
+    """What a graph does to the result of a linear, one call after the other, each with numbers beside it."""
+
+    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]  # None stands for the tensor
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        for function, args in self.calls:
+            t = function(*(t if a is None else a for a in args))
+        return t
+
+
+@dataclass(frozen=True)
 class _Deferred:
-    """Logits to be made on demand: their places, operands, dtype, and whether autograd records them."""
+    """Logits to be made on demand: their places, operands, dtype, what is done to them, and if autograd records them."""
 
     places: tuple[int, ...]
     operands: tuple[_Operand | None, ...]
     dtype: torch.dtype
+    then: _Steps | None
     records: bool
 
 
@@ -55,18 +70,23 @@ def defer_logits(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[...
         returned.append(node)
         return _Operand(len(returned) - 1, False)
 
-    deferred = [
-        _Deferred(
-            tuple(i for i, o in enumerate(outputs) if o is node),
-            tuple(operand(a) for a in (*node.args, None)[:3]),
-            node.meta["val"].dtype,
-            _records(node),
+    deferred = []
+    for node in logits:
+        linear, steps = _steps_behind(node)
+        deferred.append(
+            _Deferred(
+                tuple(i for i, o in enumerate(outputs) if o is node),
+                tuple(operand(a) for a in (*linear.args, None)[:3]),
+                node.meta["val"].dtype,
+                steps,
+                _records(node),
+            )
         )
-        for node in logits
-    ]
     output.args = (type(output.args[0])(returned),)
     for node in logits:
-        gm.graph.erase_node(node)
+        for each in list(_back_to_linear(node)):
+            if not each.users:
+                gm.graph.erase_node(each)
     gm.graph.lint()
     gm.recompile()
 
@@ -79,7 +99,7 @@ def defer_logits(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[...
             for d in deferred:
                 tensors = [o and o.fetch(args, returned) for o in d.operands]
                 with torch.set_grad_enabled(d.records):
-                    made = logits_on_demand(*tensors, d.dtype)
+                    made = logits_on_demand(*tensors, d.dtype, d.then)
                 for place in d.places:
                     results[place] = made
             return results
@@ -87,6 +107,22 @@ def defer_logits(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[...
         return run
 
     return decorate
+
+
+def _back_to_linear(node: Node) -> Iterator[Node]:
+    """Logits, and what they come from up to the linear."""
+    yield node
+    while node.target is not LINEAR:
+        # A number may stand before the tensor.
+        (node,) = (n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor))
+        yield node
+
+
+def _steps_behind(node: Node) -> tuple[Node, _Steps | None]:
+    """The linear that logits come from, and what is done to its result."""
+    *mapped, linear = _back_to_linear(node)
+    calls = tuple((n.target, tuple(None if a in (*mapped, linear) else concrete(a) for a in n.args)) for n in mapped)
+    return linear, _Steps(calls[::-1]) if calls else None
 
 
 def _records(node: Node) -> bool:

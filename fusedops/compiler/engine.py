@@ -140,7 +140,7 @@ class _GraphRewriter:
         place = match.place
         assert place is not None, "matches() yields no match without a place"
         tensors = {n: b for n, b in match.bindings.items() if n not in match.rule.numbers}
-        numbers = {n: _concrete(b) for n, b in match.bindings.items() if n in match.rule.numbers}
+        numbers = {n: concrete(b) for n, b in match.bindings.items() if n in match.rule.numbers}
         try:
             new = self.traced(match.rule, {n: b.meta["val"] for n, b in tensors.items()}, numbers, place)
         except Exception as error:  # whatever the operator refuses, the model may keep
@@ -214,7 +214,7 @@ def _observable_difference(old: Tensor, new: Tensor) -> str | None:
     return None
 
 
-def _concrete(value: object) -> object:
+def concrete(value: object) -> object:
     """dynamic=True makes a module's float a graph input: fix it, with a guard that recompiles when it changes."""
     if isinstance(value, Node):
         value = value.meta["val"]

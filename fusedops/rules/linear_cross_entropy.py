@@ -1,6 +1,6 @@
 """From hidden states to the loss: lm_head followed by ForCausalLMLoss, whose logits the caller may still receive."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -13,15 +13,67 @@ from fusedops.compiler.rule import Rule
 from fusedops.rules.cross_entropy import NUMBERS, labels_are_indices
 
 
+def _plain(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _scaled(logits: Tensor, *, logit_scale: float) -> Tensor:
+    return logits * logit_scale
+
+
+def _divided(logits: Tensor, *, divisor: float) -> Tensor:
+    return logits / divisor
+
+
+def _softcapped(logits: Tensor, *, softcap: float) -> Tensor:
+    return torch.tanh(logits / softcap) * softcap
+
+
+def _scaled_and_softcapped(logits: Tensor, *, logit_scale: float, softcap: float) -> Tensor:
+    return _softcapped(_scaled(logits, logit_scale=logit_scale), softcap=softcap)
+
+
+# What models do to logits before the loss, and before they return them; numbers as in NUMBERS.
+MAPS: dict[Callable[..., Tensor], dict[str, float]] = {
+    _plain: {},
+    _scaled: {"logit_scale": 0.0234567},
+    _divided: {"divisor": 234.567},
+    _softcapped: {"softcap": 345.678},
+    _scaled_and_softcapped: {"logit_scale": 0.0234567, "softcap": 345.678},
+}
+
+
 def causal_lm(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, reduction: str, **numbers
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    map_logits: Callable[..., Tensor],
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    **numbers: float,
 ) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, weight, bias)
+    logits = map_logits(F.linear(hidden, weight, bias), **numbers)
     flat = logits.float().view(-1, weight.shape[0])
-    return F.cross_entropy(flat, labels, reduction=reduction, **numbers), logits
+    loss = F.cross_entropy(
+        flat, labels, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
+    )
+    return loss, logits
 
 
-def fused(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options) -> Tensor:
+def fused(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    divisor: float | None = None,
+    **options,
+) -> Tensor:
+    if divisor is not None:
+        options["logit_scale"] = 1.0 / divisor
     flat = hidden.reshape(-1, hidden.shape[-1])
     return torch.ops.fusedops.linear_cross_entropy(flat, weight, labels, bias, **options)
 
@@ -48,15 +100,18 @@ def _rows_stay_rows(match: Match) -> str | None:
 
 RULES = [
     Rule(
-        name=f"linear_cross_entropy.causal_lm_{reduction}" + ("_bias" if with_bias else ""),
+        name=f"linear_cross_entropy.causal_lm{'' if map_logits is _plain else map_logits.__name__}_{reduction}"
+        + ("_bias" if with_bias else ""),
         op="linear_cross_entropy",
-        pattern=partial(causal_lm, reduction=reduction),
+        pattern=partial(causal_lm, map_logits=map_logits, reduction=reduction),
         replacement=partial(fused, reduction=reduction),
         examples=partial(_examples, with_bias),
-        numbers=NUMBERS,
+        numbers=NUMBERS | numbers,
         anchor=torch.ops.aten.cross_entropy_loss.default,
         guard=_rows_stay_rows,
     )
+    for map_logits, numbers in MAPS.items()
     for with_bias in (False, True)
     for reduction in REDUCTIONS
+    if map_logits is _plain or not with_bias  # no model has a bias and maps its logits
 ]
