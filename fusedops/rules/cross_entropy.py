@@ -1,4 +1,4 @@
-"""Cross entropy on logits that exist, cast to float32 first as ForCausalLMLoss does (the cast vanishes in float32)."""
+"""Cross entropy on logits that exist: cast to float32 first, as ForCausalLMLoss does, or not."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,16 +15,22 @@ from fusedops.compiler.rule import Rule
 NUMBERS = {"ignore_index": -123457, "label_smoothing": 0.0123457}
 
 
-def on_logits(logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, reduction: str, **numbers) -> Tensor:
-    return F.cross_entropy(logits.float(), labels, weight, reduction=reduction, **numbers)
+HALVES = (torch.bfloat16, torch.float16)  # in float32 there is no cast to leave out
 
 
-def fused(logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, reduction: str, **numbers) -> Tensor:
-    return torch.ops.fusedops.cross_entropy(logits, labels, weight, reduction=reduction, **numbers)
+def on_logits(
+    logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, upcast: bool, reduction: str, **numbers
+) -> Tensor:
+    return F.cross_entropy(logits.float() if upcast else logits, labels, weight, reduction=reduction, **numbers)
 
 
-def _examples(weighted: bool) -> Iterator[dict[str, Tensor]]:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+def fused(logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, upcast: bool, **options) -> Tensor:
+    loss = torch.ops.fusedops.cross_entropy(logits, labels, weight, **options)
+    return loss if upcast else loss.to(logits.dtype)
+
+
+def _examples(weighted: bool, upcast: bool) -> Iterator[dict[str, Tensor]]:
+    for dtype in (torch.float32, *HALVES) if upcast else HALVES:
         example = {"logits": torch.empty(6, 8, dtype=dtype), "labels": torch.zeros(6, dtype=torch.int64)}
         yield example | ({"weight": torch.empty(8)} if weighted else {})
 
@@ -44,15 +50,15 @@ def _takes_indices(match: Match) -> str | None:
 
 RULES = [
     Rule(
-        name=f"cross_entropy.{reduction}" + ("_weighted" if weighted else ""),
+        name=f"cross_entropy.{reduction}" + ("_weighted" if weighted else "") + ("" if upcast else "_not_upcast"),
         op="cross_entropy",
-        pattern=partial(on_logits, reduction=reduction),
-        replacement=partial(fused, reduction=reduction),
-        examples=partial(_examples, weighted),
+        pattern=partial(on_logits, upcast=upcast, reduction=reduction),
+        replacement=partial(fused, upcast=upcast, reduction=reduction),
+        examples=partial(_examples, weighted, upcast),
         numbers=NUMBERS,
         anchor=torch.ops.aten.cross_entropy_loss.default,
         guard=_takes_indices,
     )
-    for weighted in (False, True)
+    for weighted, upcast in ((False, True), (False, False), (True, True))
     for reduction in REDUCTIONS
 ]

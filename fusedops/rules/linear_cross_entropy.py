@@ -10,7 +10,7 @@ from torch import Tensor
 from csrc_meta.checks import REDUCTIONS
 from fusedops.compiler.match import Match
 from fusedops.compiler.rule import Rule
-from fusedops.rules.cross_entropy import NUMBERS, labels_are_indices
+from fusedops.rules.cross_entropy import HALVES, NUMBERS, labels_are_indices
 
 
 def _plain(logits: Tensor) -> Tensor:
@@ -50,13 +50,14 @@ def causal_lm(
     bias: Tensor | None = None,
     *,
     map_logits: Callable[..., Tensor],
+    upcast: bool,
     reduction: str,
     ignore_index: int,
     label_smoothing: float,
     **numbers: float,
 ) -> tuple[Tensor, Tensor]:
     logits = map_logits(F.linear(hidden, weight, bias), **numbers)
-    flat = logits.float().view(-1, weight.shape[0])
+    flat = (logits.float() if upcast else logits).view(-1, weight.shape[0])
     loss = F.cross_entropy(
         flat, labels, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
     )
@@ -69,17 +70,19 @@ def fused(
     labels: Tensor,
     bias: Tensor | None = None,
     *,
+    upcast: bool,
     divisor: float | None = None,
     **options,
 ) -> Tensor:
     if divisor is not None:
         options["logit_scale"] = 1.0 / divisor
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return torch.ops.fusedops.linear_cross_entropy(flat, weight, labels, bias, **options)
+    loss = torch.ops.fusedops.linear_cross_entropy(flat, weight, labels, bias, **options)
+    return loss if upcast else loss.to(hidden.dtype)
 
 
-def _examples(with_bias: bool) -> Iterator[dict[str, Tensor]]:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+def _examples(with_bias: bool, upcast: bool) -> Iterator[dict[str, Tensor]]:
+    for dtype in (torch.float32, *HALVES) if upcast else HALVES:
         example = {
             "hidden": torch.empty(2, 3, 4, dtype=dtype),
             "weight": torch.empty(8, 4, dtype=dtype),
@@ -98,20 +101,27 @@ def _rows_stay_rows(match: Match) -> str | None:
     return None
 
 
-RULES = [
-    Rule(
-        name=f"linear_cross_entropy.causal_lm{'' if map_logits is _plain else map_logits.__name__}_{reduction}"
-        + ("_bias" if with_bias else ""),
+def _rule(map_logits: Callable[..., Tensor], upcast: bool, with_bias: bool, reduction: str) -> Rule:
+    spelling = ["causal_lm" + ("" if map_logits is _plain else map_logits.__name__)]
+    spelling += [reduction] + ["bias"] * with_bias + ["not_upcast"] * (not upcast)
+    return Rule(
+        name="linear_cross_entropy." + "_".join(spelling),
         op="linear_cross_entropy",
-        pattern=partial(causal_lm, map_logits=map_logits, reduction=reduction),
-        replacement=partial(fused, reduction=reduction),
-        examples=partial(_examples, with_bias),
-        numbers=NUMBERS | numbers,
+        pattern=partial(causal_lm, map_logits=map_logits, upcast=upcast, reduction=reduction),
+        replacement=partial(fused, upcast=upcast, reduction=reduction),
+        examples=partial(_examples, with_bias, upcast),
+        numbers=NUMBERS | MAPS[map_logits],
         anchor=torch.ops.aten.cross_entropy_loss.default,
         guard=_rows_stay_rows,
     )
-    for map_logits, numbers in MAPS.items()
+
+
+RULES = [
+    _rule(map_logits, upcast, with_bias, reduction)
+    for map_logits in MAPS
+    for upcast in (True, False)
     for with_bias in (False, True)
     for reduction in REDUCTIONS
-    if map_logits is _plain or not with_bias  # no model has a bias and maps its logits
+    # No model maps its logits and has a bias, or leaves them in their dtype.
+    if map_logits is _plain or (upcast and not with_bias)
 ]

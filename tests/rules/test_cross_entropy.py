@@ -37,10 +37,21 @@ def test_cross_entropy_rewrites_class_weights(dtype, reduction) -> None:
     torch.testing.assert_close(report.graph_modules[0](logits, labels, weight)[0], loss(logits, labels, weight))
 
 
-def test_cross_entropy_keeps_half_precision_loss() -> None:
-    """Without the cast eager's loss is bfloat16, the operator's float32."""
-    report = rewritten(lambda x, y: F.cross_entropy(x, y), *logits_and_labels(torch.bfloat16))
-    assert not report.sites and "bfloat16" in report.declined[0].reason
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_cross_entropy_rewrites_without_upcast(dtype, reduction) -> None:
+    """The loss stays in the logits' dtype, but is no further from the truth than eager's."""
+
+    def loss(logits, labels):
+        return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=5)
+
+    logits, labels = logits_and_labels(dtype)
+    report = rewritten(loss, logits, labels)
+    assert [s.rule for s in report.sites] == [f"cross_entropy.{reduction}_not_upcast"]
+    got, eager, truth = report.graph_modules[0](logits, labels)[0], loss(logits, labels), loss(logits.double(), labels)
+    assert got.dtype == dtype
+    step = torch.finfo(dtype).eps * truth.abs().max()
+    assert (got - truth).abs().max() <= max((eager - truth).abs().max(), step)
 
 
 def test_cross_entropy_keeps_probabilities() -> None:

@@ -61,6 +61,27 @@ def test_causal_lm_rewrites_label_smoothing_and_none() -> None:
     assert call.kwargs["label_smoothing"] == 0.25 and call.kwargs["reduction"] == "none"
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_upcast_rewrites(with_bias, dtype) -> None:
+    """Loss and gradients keep their dtypes."""
+
+    def function(hidden, weight, labels, bias):
+        logits = F.linear(hidden, weight, bias)
+        return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1)), logits
+
+    torch._dynamo.reset()
+    hidden, weight, labels = inputs(dtype)
+    bias = torch.randn(VOCABULARY, dtype=dtype) if with_bias else None
+    report = rewritten(function, hidden, weight, labels, bias)
+    assert report.counts() == {"linear_cross_entropy": 1} and "aten.linear.default" not in calls(report)
+    assert report.sites[0].rule.endswith("_not_upcast") == (dtype != torch.float32)
+    loss, logits = compiled(function)(hidden, weight, labels, bias)
+    expected, expected_logits = function(hidden, weight, labels, bias)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(logits + 0, expected_logits)
+
+
 def _scaled(logits):
     return logits * 0.5
 
