@@ -43,12 +43,25 @@ def unpack(ctx: Any, upstream: Tensor, candidates: int = 1) -> tuple[tuple[Any, 
         candidates: how many of the saved tensors, from the first on, their gradients may replace. They are not None.
     """
     tensors = ctx.saved_tensors
-    if torch.compiler.is_compiling() or ctx.has_hooks or not _is_plain_eager(upstream):
+    if not is_last_use(ctx, upstream):
         return tensors, (False,) * candidates
     expected = _references_of_dead()
     return tensors, tuple(
         _may_be_overwritten(tensors[i]) and _references(tensors, i) == expected for i in range(candidates)
     )
+
+
+def is_last_use(ctx: Any, upstream: Tensor) -> bool:
+    """Whether this is an eager backward pass after which nobody sees again what :func:`save` saved, but by its name.
+
+    What an operator made for its formula alone may then be written over, without asking who else refers to it.
+    """
+    return not torch.compiler.is_compiling() and not ctx.has_hooks and _is_plain_eager(upstream)
+
+
+def is_capturing(t: Tensor) -> bool:
+    """A CUDA graph is being captured on the stream."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _has_hooks() -> bool:
@@ -77,7 +90,7 @@ def _may_be_overwritten(t: Tensor) -> bool:
         and t.is_contiguous()  # the layout that kernels write
         and not weakref.getweakrefcount(t)
         # A captured backward pass may be replayed without the forward pass that makes the tensor anew.
-        and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not is_capturing(t)
     )
 
 

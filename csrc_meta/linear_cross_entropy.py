@@ -2,8 +2,9 @@
 
 The rows are walked in chunks. A chunk's logits live in one buffer, become their own gradient in place, and are
 multiplied into the gradients of hidden and weight before the next chunk overwrites them. For ``mean`` and ``sum`` that
-happens in the forward pass, since one number is all that the backward pass will know more: three GEMMs in all, as
-eager. For ``none`` every row has an upstream gradient of its own, and the backward pass computes the logits again.
+happens in the forward pass, as if the upstream gradient were one, which it is as a rule: three GEMMs in all, as eager,
+and nothing is left for the backward pass but to see that it was right. For ``none`` every row has an upstream gradient
+of its own, and the backward pass computes the logits again.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_meta import checks
+from csrc_meta import checks, donation
 from csrc_meta import cross_entropy as ce
 from csrc_meta.registry import composite, no_flops, primitive, second_derivative_error
 from csrc_meta.results import compute_dtype
@@ -23,16 +24,20 @@ from csrc_meta.spec import Sample, Spec
 FEWEST_CHUNK_ROWS = 2048
 # Below this a chunk's logits are too small to be worth splitting.
 SMALL_CHUNK_BYTES = 64 * 2**20
+SUM_ELEMENT_SIZE = 4  # of the weight's gradient where it is summed over chunks
 
 
 def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int) -> int:
     """Rows whose logits are held at a time.
 
     As many rows as the hidden size make the buffer as large as the weight, which the user has room for (its gradient
-    is as large again); small hidden sizes take more rows than that, for speed.
+    is as large again); small hidden sizes take more rows than that, for speed. All rows are one chunk where that takes
+    no more memory: its gradient of the weight needs no sum in float32.
     """
     small = SMALL_CHUNK_BYTES // max(vocabulary * element_size, 1)
-    return max(min(rows, max(hidden, FEWEST_CHUNK_ROWS, small)), 1)
+    step = max(hidden, FEWEST_CHUNK_ROWS, small)
+    of_the_sum = hidden * max(SUM_ELEMENT_SIZE - element_size, 0) // element_size
+    return max(rows if rows <= step + of_the_sum else step, 1)
 
 
 def check(
@@ -97,23 +102,27 @@ def _check_backward(
     checks.check_shape(op, "dloss", dloss, labels.shape, "dloss has the shape of the losses.")
 
 
-def _check_scale(dloss: Tensor, total: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> None:
-    checks.check_shape("linear_cross_entropy_scale", "dloss", dloss, (), "mean and sum have one upstream gradient.")
+def _check_scale(factor: Tensor, gradients: list[Tensor], dtype: torch.dtype | None = None) -> None:
+    checks.check_shape("linear_cross_entropy_scale", "factor", factor, (), "mean and sum have one upstream gradient.")
 
 
 class _Gradients:
     """Gradients of hidden, weight and bias, added up chunk by chunk; unwanted ones are empty.
 
     Those of weight and bias add up in ``wide`` (float32) whatever the dtype of the weight: adding chunks in bfloat16
-    makes training measurably worse.
+    makes training measurably worse. That of the weight is a plain product where there is but one chunk, unless it stays
+    ``wide`` for the backward pass.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, output_mask: list[bool], wide: torch.dtype) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, output_mask: list[bool], wide: torch.dtype, stays_wide: bool = False
+    ) -> None:
         self.wants_hidden, self.wants_weight, self.wants_bias = output_mask
         self.hidden = hidden.new_empty(hidden.shape if self.wants_hidden else (0,))
+        is_sum = stays_wide or len(hidden) > _step(hidden, weight)
         # The first chunk overwrites it: without one it has to be zero.
         new = weight.new_empty if len(hidden) else weight.new_zeros
-        self.weight = new(weight.shape if self.wants_weight else (0,), dtype=wide)
+        self.weight = new(weight.shape if self.wants_weight else (0,), dtype=wide if is_sum else weight.dtype)
         self.bias = weight.new_zeros(weight.shape[:1] if self.wants_bias else (0,), dtype=wide)
 
     def add(self, start: int, dlogits: Tensor, hidden: Tensor, weight: Tensor) -> None:
@@ -136,11 +145,22 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
+def _step(hidden: Tensor, weight: Tensor) -> int:
+    return chunk_rows(*hidden.shape, weight.shape[0], hidden.element_size())
+
+
+def _divides_early(dtype: torch.dtype) -> bool:
+    """Whether gradients are divided by the total in the forward pass; in float16 they would underflow.
+
+    float16 loss scaling arrives with the upstream gradient, and is multiplied in before anything is rounded.
+    """
+    return dtype != torch.float16
+
+
 def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """Each chunk's rows and their logits, all in one buffer."""
-    rows, vocabulary = hidden.shape[0], weight.shape[0]
-    step = chunk_rows(rows, hidden.shape[1], vocabulary, hidden.element_size())
-    buffer = hidden.new_empty((min(step, rows), vocabulary))
+    rows, step = hidden.shape[0], _step(hidden, weight)
+    buffer = hidden.new_empty((min(step, rows), weight.shape[0]))
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         out = buffer[: part.stop - start]
@@ -166,22 +186,27 @@ def forward(
     kernels.check_values("linear_cross_entropy", flat_labels, weight.shape[0], given.ignore_index)
     losses = flat.new_empty(flat_labels.shape, dtype=wide)
     stats = flat.new_empty((2, *flat_labels.shape), dtype=wide)
-    gradients = _Gradients(flat, weight, output_mask if reduction != "none" else [False] * 3, wide)
-    one = flat.new_ones((), dtype=wide)
+    makes_gradients = reduction != "none" and any(output_mask)
+    early = _divides_early(hidden.dtype)
+    gradients = _Gradients(flat, weight, output_mask if makes_gradients else [False] * 3, wide, stays_wide=not early)
+    one, divisor = flat.new_ones((), dtype=wide), None
+    if makes_gradients and early and reduction == "mean":
+        _, divisor = kernels.reduce(losses, flat_labels, class_weight, weight.shape[0], given, "none")
     for part, logits in _chunks(flat, weight, bias):
         kernels.losses(logits, flat_labels[part], class_weight, given, losses[part], stats[:, part])
-        if reduction != "none" and any(output_mask):
-            kernels.gradients(one, None, logits, flat_labels[part], class_weight, stats[:, part], given, logits)
+        if makes_gradients:
+            kernels.gradients(one, divisor, logits, flat_labels[part], class_weight, stats[:, part], given, logits)
             gradients.add(part.start, logits, flat[part], weight)
+        del logits  # or their buffer would stay while the gradients are rounded
     loss, total = kernels.reduce(losses, flat_labels, class_weight, weight.shape[0], given, reduction)
-    dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
+    kept = hidden.dtype if early else wide
     return (
         loss.view(labels.shape) if reduction == "none" else loss,
         stats,
         total,
-        dhidden,
-        gradients.weight,
-        gradients.bias,
+        gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden,
+        gradients.weight.to(kept),
+        gradients.bias.to(kept),
     )
 
 
@@ -204,6 +229,7 @@ def backward(
         rows = (logits, flat_labels[part], class_weight, stats[:, part])
         kernels.gradients(upstream[part], None, *rows, given, logits)
         gradients.add(part.start, logits, flat[part], weight)
+        del rows, logits
     dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
     return dhidden, gradients.weight.to(weight.dtype), gradients.bias.to(weight.dtype)
 
@@ -216,16 +242,14 @@ def linear_cross_entropy_backward_ref(*args):
     return backward(ce.REFERENCE, *args)
 
 
-def linear_cross_entropy_scale(
-    dloss: Tensor, total: Tensor, gradients: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """Gradients of the summed loss times dloss / total, rounded once. Serves every device: torch alone is at its limit.
+def linear_cross_entropy_scale(factor: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Gradients times a factor, rounded once. Serves every device: torch alone is at its limit."""
+    return [torch.mul(g, factor.reshape(1), out=torch.empty_like(g, dtype=dtype)) for g in gradients]
 
-    With no row that counts, their mean's gradient is zero, as eager's, and not 0 * inf. float16 loss scaling arrives
-    here in dloss, so that nothing underflows before it.
-    """
-    factor = torch.where(total == 0, 0.0, dloss.to(total.dtype) / total).reshape(1)
-    return [torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype)) for g in gradients]
+
+def linear_cross_entropy_scale_ref_(factor: Tensor, gradients: list[Tensor]) -> None:
+    for g in gradients:
+        g.mul_(factor)
 
 
 def linear_cross_entropy_fake(
@@ -239,14 +263,15 @@ def linear_cross_entropy_fake(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = compute_dtype(hidden)
+    kept = hidden.dtype if _divides_early(hidden.dtype) else wide
     wanted = output_mask if reduction != "none" else [False] * 3
     return (
         hidden.new_empty(labels.shape if reduction == "none" else (), dtype=wide),
         hidden.new_empty((2, labels.numel()), dtype=wide),
         hidden.new_empty((), dtype=wide),
         hidden.new_empty(hidden.shape if wanted[0] else (0,)),
-        hidden.new_empty(weight.shape if wanted[1] else (0,), dtype=wide),
-        hidden.new_empty(weight.shape[:1] if wanted[2] else (0,), dtype=wide),
+        hidden.new_empty(weight.shape if wanted[1] else (0,), dtype=kept),
+        hidden.new_empty(weight.shape[:1] if wanted[2] else (0,), dtype=kept),
     )
 
 
@@ -268,7 +293,7 @@ def linear_cross_entropy_backward_fake(
     )
 
 
-def _scale_fake(dloss: Tensor, total: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _scale_fake(factor: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(g, dtype=dtype) for g in gradients]
 
 
@@ -279,7 +304,8 @@ def _setup_context(ctx, inputs, output) -> None:
     if ctx.reduction == "none":
         ctx.save_for_backward(hidden, weight, labels, bias, class_weight, stats)
     else:
-        ctx.save_for_backward(total, *gradients)
+        donation.save(ctx, total, *gradients)
+        ctx.captured = donation.is_capturing(hidden)
     ctx.dtype = hidden.dtype
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -297,9 +323,18 @@ def _backward(ctx, dloss, *_):
         # derivative would be silently zero. Only create_graph=True runs a backward pass with gradients enabled.
         if torch.is_grad_enabled():
             raise second_derivative_error("linear_cross_entropy")
-        total, *summed = ctx.saved_tensors
-        total = total if ctx.reduction == "mean" else torch.ones_like(total)
-        gradients = _scale_op(dloss, total, summed, ctx.dtype)
+        total, *gradients = ctx.saved_tensors
+        factor = dloss.to(total.dtype)
+        if not _divides_early(ctx.dtype) and ctx.reduction == "mean":
+            # Without a row that counts eager's gradient is zero, and not 0 * inf.
+            factor = torch.where(total == 0, 0.0, factor / total)
+        # The forward pass made them for this backward pass alone. A captured one may be replayed without that.
+        replayed = donation.is_capturing(dloss) and not ctx.captured
+        if gradients[1].dtype == ctx.dtype and donation.is_last_use(ctx, dloss) and not replayed:
+            _scale_op_(factor, gradients)
+            gradients = [g.detach() for g in gradients]
+        else:
+            gradients = _scale_op(factor, gradients, ctx.dtype)
     dhidden, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
     return dhidden, dweight, None, dbias, None, *of_options
 
@@ -367,10 +402,17 @@ _backward_op = primitive(
     flops=_backward_flops,
 )
 _scale_op = primitive(
-    "linear_cross_entropy_scale(Tensor dloss, Tensor total, Tensor[] gradients, ScalarType dtype) -> Tensor[]",
+    "linear_cross_entropy_scale(Tensor factor, Tensor[] gradients, ScalarType dtype) -> Tensor[]",
     check=_check_scale,
     fake=_scale_fake,
     reference=linear_cross_entropy_scale,
+    flops=no_flops,
+)
+_scale_op_ = primitive(
+    "linear_cross_entropy_scale_(Tensor factor, Tensor(a!)[] gradients) -> ()",
+    check=_check_scale,
+    fake=lambda *args: None,
+    reference=linear_cross_entropy_scale_ref_,
     flops=no_flops,
 )
 operator = composite(

@@ -4,9 +4,9 @@ An operator users call is *composite*: plain Python that reads ``requires_grad``
 below it. A *primitive* operator is opaque to the compiler: it has a fake kernel, a CPU reference, kernels for other
 devices registered by :mod:`fusedops.kernels`, and an autograd formula (or one that raises, for backward operators).
 
-A primitive may also be a *mutating variant*: ``<name>_`` takes the arguments of ``<name>`` but its ``output_mask``, and
-writes what that returns, all of it, into those of its arguments that its schema marks ``(a!)``. Formulas call it on dead
-tensors (:mod:`csrc_meta.donation`). It has no autograd formula: differentiating it raises.
+A primitive may also be a *mutating variant*: ``<name>_`` takes the arguments of ``<name>`` but its ``output_mask`` or
+``dtype``, and writes what that returns, all of it, into those of its arguments that its schema marks ``(a!)``. Formulas
+call it on dead tensors (:mod:`csrc_meta.donation`). It has no autograd formula: differentiating it raises.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
+from torch.utils._pytree import tree_leaves
 
 from csrc_meta import flops as flop_formulas
 from csrc_meta import plain
@@ -58,6 +59,8 @@ class Primitive:
                 return self.overload(*args)
             if kind in _TENSORS:
                 tensors.append(argument)
+            elif kind is list:
+                tensors += [t for t in argument if isinstance(t, Tensor)]
         kernel = self.kernels.get(tensors[0].device.type)
         if kernel is None or not (plain.thread_is_plain() and plain.are_plain(tensors)):
             return self.overload(*args)
@@ -74,7 +77,8 @@ class Primitive:
 
     def count_writes(self, args: Sequence[Any]) -> None:
         """Let autograd nodes that saved what a mutating variant wrote to notice it: its kernels leave no trace."""
-        torch.autograd.graph.increment_version([args[i] for i in self.written if args[i] is not None])
+        written = (args[i] for i in self.written)
+        torch.autograd.graph.increment_version([t for t in tree_leaves(list(written)) if t is not None])
 
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))

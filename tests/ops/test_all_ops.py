@@ -49,6 +49,8 @@ def variants(calls: Iterable[tuple[Any, tuple]]) -> Iterator[tuple[Any, tuple, A
             own = tree_map_only(torch.Tensor, lambda t: t.detach().clone(memory_format=torch.contiguous_format), args)
             if primitive._schema.arguments[-1].name == "output_mask":
                 args, own = (*args[:-1], [True] * len(args[-1])), own[:-1]
+            if primitive._schema.arguments[-1].name == "dtype":
+                own = own[:-1]
             yield primitive, args, getattr(torch.ops.fusedops, name).default, own
 
 
@@ -97,6 +99,7 @@ def test_mutating_variants_write_what_their_operators_return(name, device):
             wanted = several(primitive(*args))
             assert variant(*own) is None
         written = [a for a, s in zip(own, variant._schema.arguments, strict=True) if s.alias_info is not None]
+        written = [t for a in written for t in (a if isinstance(a, list) else [a])]
         for a, b in zip(written, wanted, strict=True):
             assert torch.equal(a, b) if a is not None else not b.numel()
 

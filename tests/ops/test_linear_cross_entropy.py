@@ -1,5 +1,7 @@
 """linear_cross_entropy: many chunks, what is held and computed, autocast, FLOPs, rejected inputs."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,21 +47,68 @@ def test_linear_cross_entropy_chunks(device, dtype, reduction):
     assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
 
 
-@pytest.mark.usefixtures("small_chunks")
-def test_linear_cross_entropy_weight_gradient_is_summed_in_float32(device):
-    case = sample(device, rows=40, hidden=8, vocabulary=8, dtype=torch.bfloat16, reduction="sum")
-    hidden, weight, labels, _ = case.args
-    summed = torch.ops.fusedops.linear_cross_entropy_forward(
-        hidden, weight, labels, None, None, [True, True, False], "sum", -100, 0.0, None, 1.0, 0.0
-    )[4]
-    assert summed.dtype == torch.float32
-    assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_cross_entropy_weight_gradient_is_summed_in_float32(device, monkeypatch, reduction):
+    """Many chunks and one differ by a rounding: sums in bfloat16 would differ by several."""
+    case = sample(device, rows=80, hidden=8, vocabulary=8, dtype=torch.bfloat16, reduction=reduction)
+    upstream = torch.ones(() if reduction == "mean" else (80,), device=device)
+    gradients = []
+    for step in (4, 80):
+        monkeypatch.setattr(linear_cross_entropy, "chunk_rows", lambda *args, step=step: step)
+        gradients.append(run(functional.linear_cross_entropy, case, upstream).tensors()[2].float())
+    many, one = gradients
+    assert ((many - one).abs() <= 2 * torch.finfo(torch.bfloat16).eps * one.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_linear_cross_entropy_upstream_gradient(device, dtype, reduction):
+    """Other than one, and with the graph kept: what is multiplied in is not multiplied in again."""
+    case = sample(device, dtype=dtype, bias=True, reduction=reduction)
+    hidden, weight, _, bias = case.args
+    loss = functional.linear_cross_entropy(*case.args, **case.kwargs)
+    leaves = hidden, weight, bias
+    upstreams = [torch.tensor(f, device=device) for f in (3.0, 1.0, -0.5)]
+    kept = [torch.autograd.grad(loss, leaves, u, retain_graph=True) for u in upstreams]
+    last = torch.autograd.grad(loss, leaves, upstreams[0])
+    for u, gradients in zip((*upstreams, upstreams[0]), (*kept, last), strict=True):
+        expected = torch.autograd.grad(EAGER(*case.args, **case.kwargs), leaves, u)
+        tolerance = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        for got, wanted in zip(gradients, expected, strict=True):
+            assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+def test_linear_cross_entropy_takes_its_gradients_as_they_are(device):
+    """An eager backward pass makes no second tensor of a gradient's size; with the graph kept it has to."""
+    hidden, weight, labels, _ = sample(device).args
+
+    def scaled(**kwargs) -> list[str]:
+        loss = functional.linear_cross_entropy(hidden, weight, labels)
+        seen = []
+        with mock.patch.object(linear_cross_entropy, "_scale_op", lambda *args: seen.append("new") or args[1]):
+            torch.autograd.grad(loss, (hidden, weight), **kwargs)
+        return seen
+
+    assert scaled() == [] and scaled(retain_graph=True) == ["new"]
+
+
+def test_linear_cross_entropy_hooks_keep_what_they_packed(device):
+    """Saved tensors that hooks hold are not written to."""
+    hidden, weight, labels, _ = sample(device).args
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        loss = functional.linear_cross_entropy(hidden, weight, labels)
+    before = [t.clone() for t in packed]
+    loss.backward(torch.tensor(2.0, device=device))
+    assert len(packed) == 4
+    for t, copy in zip(packed, before, strict=True):
+        assert torch.equal(t, copy)
 
 
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "wants"),
-    [(8192, 128256, 4096), (100, 128256, 100), (8192, 1000, 8192), (0, 1000, 1)],
-    ids=["as large as the weight", "few rows", "small vocabulary", "no rows"],
+    [(32768, 128256, 4096), (8192, 128256, 8192), (100, 128256, 100), (8192, 1000, 8192), (0, 1000, 1)],
+    ids=["as large as the weight", "no more memory than a sum", "few rows", "small vocabulary", "no rows"],
 )
 def test_linear_cross_entropy_chunk_size(rows, vocabulary, wants):
     assert linear_cross_entropy.chunk_rows(rows, 4096, vocabulary, 2) == wants
