@@ -518,7 +518,9 @@ def _backward_sizes(
         return norm_bwd_wide_kernel, WIDE_BACKWARD, max(WARPS_PER_PROCESSOR // WIDE_BACKWARD["num_warps"], 1)
     # Wide elements, and dw alone (on sm_100), spill where a warp holds more.
     spills = element_size > 2 or not wants_dx
-    sizes = _whole_rows(columns, 512 if columns <= SHORT_ROW or spills else 1024) | {"STAGES": 1, "RECONVERT": False}
+    sizes = _whole_rows(columns, 512 if columns <= SHORT_ROW or spills else 1024) | {"STAGES": 1}
+    # Two sums beside rows that take half of the registers.
+    sizes["RECONVERT"] = op == "layer_norm" and sizes["BLOCK_N"] * element_size > BACKWARD_BYTES // 2
     if wants_dx:
         sizes |= tuned.find(arch, f"{op}_bwd", element_size, sizes["BLOCK_N"])
     per_processor = sizes.pop("programs", None) or max(WARPS_PER_PROCESSOR // sizes["num_warps"], 1)
