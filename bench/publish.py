@@ -41,6 +41,8 @@ time.
   says of some, overwrites it in any case.
 - **Host time** is until a step is enqueued, several in a row, while the device still works on those before.
 
+`linear_cross_entropy` makes and rounds its gradients in another way since these runs, and was not measured again.
+
 """
 SWEEPS = """Device time and peak memory of forward plus backward along vocabulary, hidden size and sequence length, as in
 figures 2 and 3 of arXiv 2410.10989; measured as above, in shorter repetitions, `torch.compile` at the ends alone.
