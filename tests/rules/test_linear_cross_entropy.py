@@ -61,6 +61,28 @@ def test_causal_lm_rewrites_label_smoothing_and_none() -> None:
     assert call.kwargs["label_smoothing"] == 0.25 and call.kwargs["reduction"] == "none"
 
 
+def test_several_heads_on_one_hidden_state_rewrite() -> None:
+    def heads(hidden, weight, labels):
+        return sum(
+            loss_only(hidden, w, labels, shift_labels=labels.roll(-i, 1)) for i, w in enumerate((weight, -weight))
+        )
+
+    report = rewritten(heads, *inputs())
+    assert report.counts() == {"linear_cross_entropy": 2} and "aten.linear.default" not in calls(report)
+
+
+def test_sliced_hidden_states_rewrite() -> None:
+    """logits_to_keep: the head sees the last positions alone."""
+
+    def last(hidden, weight, labels):
+        return causal_lm(hidden[:, -3:, :], weight, labels[:, -3:])
+
+    torch._dynamo.reset()
+    report = rewritten(last, *inputs())
+    assert report.counts() == {"linear_cross_entropy": 1} and not report.declined
+    torch.testing.assert_close(compiled(last)(*(given := inputs()))[0], last(*given)[0])
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_upcast_rewrites(with_bias, dtype) -> None:
