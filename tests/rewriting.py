@@ -32,6 +32,8 @@ SITES = {
     "qwen3": _LLAMA | {"rms_norm": 5},  # queries and keys are normalised
     "phi3": _LLAMA,
     "granite": _LLAMA,  # divides its logits
+    # Norms at the end of blocks, queries and keys normalised as a whole.
+    "olmo2": {"add_rms_norm": 1, "linear_cross_entropy": 1, "rms_norm": 8, "rotary_embedding": 2, "swiglu": 2},
     # What a block adds is normalised too, and logits are softcapped.
     "gemma2": {"add_rms_norm": 4, "geglu": 2, "linear_cross_entropy": 1, "rms_norm": 5, "rotary_embedding": 2},
     # And queries and keys are normalised.
@@ -43,8 +45,8 @@ SITES = {
 
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **config) -> nn.Module:
     torch.manual_seed(0)
-    if name == "phi3":  # whose default is beyond the tiny vocabulary
-        config = {"pad_token_id": 0} | config
+    if name in ("phi3", "olmo2"):  # whose defaults are beyond the tiny vocabulary
+        config = {"pad_token_id": 0, "eos_token_id": 1} | config
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SIZES | config))).to(DEVICE, dtype)
 
 

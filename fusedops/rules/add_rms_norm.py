@@ -26,6 +26,10 @@ def fused_gemma(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return torch.ops.fusedops.add_rms_norm(x, residual, weight, eps, weight_offset=1.0, cast="gemma")
 
 
+def fused_rounded_last(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.fusedops.add_rms_norm(x, residual, weight, eps, cast="gemma")
+
+
 def _examples() -> Iterator[dict[str, Tensor]]:
     for example in rms_norm.examples():
         yield {"x": example["x"], "residual": torch.empty_like(example["x"]), "weight": example["weight"]}
@@ -49,4 +53,8 @@ def _rule(name: str, pattern, replacement) -> Rule:
     )
 
 
-RULES = [_rule("llama", rms_norm.llama, fused_llama), _rule("gemma", rms_norm.gemma, fused_gemma)]
+RULES = [
+    _rule("llama", rms_norm.llama, fused_llama),
+    _rule("gemma", rms_norm.gemma, fused_gemma),
+    _rule("rounded_last", rms_norm.rounded_last, fused_rounded_last),
+]

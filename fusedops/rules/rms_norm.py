@@ -33,6 +33,16 @@ def fused_gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _fused(x, weight, eps, weight_offset=1.0, cast="gemma")
 
 
+def rounded_last(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * normalised).to(x.dtype)
+
+
+def fused_rounded_last(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _fused(x, weight, eps, cast="gemma")
+
+
 def _fused(x: Tensor, weight: Tensor, eps: float, **options) -> Tensor:
     """Eager's result lies in memory as x does, the operator's row by row.
 
@@ -72,4 +82,8 @@ def _rule(name: str, pattern, replacement) -> Rule:
     )
 
 
-RULES = [_rule("llama", llama, fused_llama), _rule("gemma", gemma, fused_gemma)]
+RULES = [
+    _rule("llama", llama, fused_llama),
+    _rule("gemma", gemma, fused_gemma),
+    _rule("rounded_last", rounded_last, fused_rounded_last),
+]

@@ -23,7 +23,7 @@ def test_architecture_trains_alike(name) -> None:
     assert distance(expected_gradients, gradients) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "phi3", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "phi3", "gpt_neox", "olmo2", "gemma2"])
 def test_architecture_in_half_precision(name) -> None:
     """Casts don't vanish, and the same sites are found."""
     ids = tokens()

@@ -6,6 +6,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import fusedops
 from tests.rewriting import calls, compiled, rewritten
@@ -31,7 +32,7 @@ class Block(nn.Module):
         return self.norm(residual), residual * 2
 
 
-@pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["", "float32 weight"])
 def test_add_rms_norm_rewrites(cls, dtype, weight_dtype) -> None:

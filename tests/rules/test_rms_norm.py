@@ -6,6 +6,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import fusedops
 from tests.rewriting import calls, compiled, rewritten
@@ -22,7 +23,7 @@ def norm(cls=LlamaRMSNorm, dtype=torch.float32, weight_dtype=None) -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm])
 @pytest.mark.parametrize("weight_dtype", ["as x", torch.float32])
 def test_rms_norm_rewrites(cls, dtype, weight_dtype) -> None:
     module = norm(cls, dtype, None if weight_dtype == "as x" else weight_dtype)
@@ -179,15 +180,21 @@ def test_rms_norm_keeps_float64() -> None:
     assert not rewritten(norm(dtype=torch.float64), torch.randn(X, dtype=torch.float64)).sites
 
 
-def test_rms_norm_keeps_swapped_cast_order() -> None:
-    """Weight first, then the cast: Llama's operator would round in between."""
+def test_rms_norm_keeps_cast_orders_apart() -> None:
+    """OLMo 2's and Llama's rules round in different places: one must not be taken for the other."""
+    half = torch.randn(X, dtype=torch.bfloat16)
+    for cls, rule in ((LlamaRMSNorm, "rms_norm.llama"), (Olmo2RMSNorm, "rms_norm.rounded_last")):
+        assert [s.rule for s in rewritten(norm(cls, torch.bfloat16), half).sites] == [rule]
 
-    def weight_before_cast(x, w):
+
+def test_rms_norm_keeps_other_cast_orders() -> None:
+    def rounded_twice(x, w):
         wide = x.float()
-        return (w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5))).to(x.dtype)
+        normalised = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        return (w.float() * normalised.float()).to(x.dtype)
 
-    report = rewritten(weight_before_cast, torch.randn(X, dtype=torch.bfloat16), torch.randn(24, dtype=torch.bfloat16))
-    assert calls(report)[-1] != "fusedops.rms_norm.default"  # the float32 norm inside may go, its cast stays outside
+    report = rewritten(rounded_twice, torch.randn(X, dtype=torch.bfloat16), torch.randn(24, dtype=torch.bfloat16))
+    assert "fusedops.rms_norm.default" not in calls(report)
 
 
 def test_rms_norm_reasons() -> None:
