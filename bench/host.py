@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record["cases"].append(measure(op, SHAPES[op.name], setting))
             save(record)
     console.print(table(record))
-    ours = [statistics.median(c["host_ms"][OURS]["median"] / c["host_ms"][BY_HAND]["median"] for c in record["cases"])]
-    console.print(f"fusedops takes {ours[0]:.2f} times as long as what is done by hand (median over operators).")
+    ratio = statistics.median(c["host_ms"][OURS]["median"] / c["host_ms"][BY_HAND]["median"] for c in record["cases"])
+    console.print(f"fusedops takes {ratio:.2f} times as long as what is done by hand (median over operators).")
     return 0
 
 

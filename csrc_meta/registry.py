@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
-from torch.utils._pytree import tree_leaves
 
 from csrc_meta import flops as flop_formulas
 from csrc_meta import plain
@@ -77,8 +76,8 @@ class Primitive:
 
     def count_writes(self, args: Sequence[Any]) -> None:
         """Let autograd nodes that saved what a mutating variant wrote to notice it: its kernels leave no trace."""
-        written = (args[i] for i in self.written)
-        torch.autograd.graph.increment_version([t for t in tree_leaves(list(written)) if t is not None])
+        written = [t for i in self.written for t in (args[i] if type(args[i]) is list else (args[i],))]
+        torch.autograd.graph.increment_version([t for t in written if t is not None])
 
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csrc_meta import gated
-from fusedops.kernels.launch import NO_ROWS, as_rows, cdiv, launch, power_of_2
+from fusedops.kernels.launch import as_rows, cdiv, launch, power_of_2
 
 TILE = 512
 WARPS = 2
@@ -128,7 +128,7 @@ def _launch(kernel, tensors: tuple[Tensor | None, ...], activation: str) -> None
     else:
         m, n = first.shape[:-1].numel(), first.shape[-1]
         block_n = min(power_of_2(n), TILE)
-        arguments = [a for t in tensors for a in (NO_ROWS if t is None else as_rows(t))]
+        arguments = [a for t in tensors for a in as_rows(t)]
     block_m = TILE // block_n
     programs = cdiv(m, block_m) * cdiv(n, block_n)
     constants = {"ACTIVATION": activation, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": WARPS}

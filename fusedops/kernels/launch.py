@@ -12,7 +12,6 @@ from torch import Tensor
 INTERPRETER_PROCESSORS = 3
 
 DEVICE = 1  # its index, among what a compiled kernel is kept under
-NO_ROWS = (None, 0)  # as_rows of a tensor that there isn't
 
 # What Triton compiled for a kernel, its constants and the kind of its arguments, and the constants in its order.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -84,11 +83,13 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def as_rows(t: Tensor) -> tuple[Tensor, int]:
+def as_rows(t: Tensor | None) -> tuple[Tensor | None, int]:
     """(..., N) as (M, N) with contiguous columns: where its rows begin, by a stride, without a copy if strides allow it.
 
-    Contiguous tensors are not made views of, which would take the host as long as a launch.
+    Contiguous tensors are not made views of, which would take the host as long as a launch. None stays None.
     """
+    if t is None:
+        return None, 0
     if t.is_contiguous():
         return t, t.shape[-1]
     columns = t.shape[-1]

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedops.kernels import tuned
-from fusedops.kernels.launch import NO_ROWS, as_rows, cdiv, contiguous, launch, power_of_2, processors
+from fusedops.kernels.launch import as_rows, cdiv, contiguous, launch, power_of_2, processors
 
 # Widest rows held in registers without spilling: columns forward, bytes of x backward, which holds x, dy, dw and db.
 FORWARD_COLUMNS = 16384
@@ -454,8 +454,7 @@ def forward(
     """Launch the forward kernel that fits the rows; results are written into total, y, mean and rstd."""
     m, n = rstd.numel(), x.shape[-1]
     kernel, sizes = _forward_sizes(tuned.architecture(x.device), op, n, x.element_size())
-    inputs = (*as_rows(x), *(NO_ROWS if residual is None else as_rows(residual)))
-    tensors = (*inputs, total, contiguous(weight), contiguous(bias), y, mean, rstd)
+    tensors = (*as_rows(x), *as_rows(residual), total, contiguous(weight), contiguous(bias), y, mean, rstd)
     programs = cdiv(m, sizes["BLOCK_M"])
     launch(kernel, programs, x, *tensors, m, N=n, EPS=eps, OFFSET=weight_offset, CAST=cast, **sizes)
 
@@ -486,7 +485,7 @@ def backward(
     if wanted:
         new = torch.empty if kernel is norm_bwd_kernel else torch.zeros
         parts = new((programs, wanted * n), dtype=rstd.dtype, device=x.device)
-    inputs = (*as_rows(dy), *(NO_ROWS if dsum is None else as_rows(dsum)), *as_rows(x), contiguous(weight), mean, rstd)
+    inputs = (*as_rows(dy), *as_rows(dsum), *as_rows(x), contiguous(weight), mean, rstd)
     results = (dx, None if dweight is None else parts, None if dbias is None else parts, wanted * n)
     launch(kernel, programs, x, *inputs, *results, m, N=n, OFFSET=weight_offset, CAST=cast, **sizes)
     if parts is not None:

@@ -1,6 +1,7 @@
 """A residual addition followed by RMSNorm. The sum stays readable: it is the residual of the next block."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,16 +19,8 @@ def _after_addition(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, 
     return pattern
 
 
-def fused_llama(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.fusedops.add_rms_norm(x, residual, weight, eps)
-
-
-def fused_gemma(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.fusedops.add_rms_norm(x, residual, weight, eps, weight_offset=1.0, cast="gemma")
-
-
-def fused_rounded_last(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.fusedops.add_rms_norm(x, residual, weight, eps, cast="gemma")
+def _fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float, **options) -> tuple[Tensor, Tensor]:
+    return torch.ops.fusedops.add_rms_norm(x, residual, weight, eps, **options)
 
 
 def _examples() -> Iterator[dict[str, Tensor]]:
@@ -39,22 +32,17 @@ def _adds_like_to_like(match: Match) -> str | None:
     return guards.same_kind(match, "x", "residual") or rms_norm.scales_columns(match)
 
 
-def _rule(name: str, pattern, replacement) -> Rule:
-    return Rule(
+RULES = [
+    Rule(
         name=f"add_rms_norm.{name}",
         op="add_rms_norm",
-        pattern=_after_addition(pattern),
-        replacement=replacement,
+        pattern=_after_addition(spelling),
+        replacement=partial(_fused, **options),
         examples=_examples,
         numbers=rms_norm.NUMBERS,
         results=2,
         anchor=torch.ops.aten.rsqrt.default,
         guard=_adds_like_to_like,
     )
-
-
-RULES = [
-    _rule("llama", rms_norm.llama, fused_llama),
-    _rule("gemma", rms_norm.gemma, fused_gemma),
-    _rule("rounded_last", rms_norm.rounded_last, fused_rounded_last),
+    for name, (spelling, options) in rms_norm.SPELLINGS.items()
 ]

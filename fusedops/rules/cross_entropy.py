@@ -13,8 +13,6 @@ from fusedops.compiler.rule import Rule
 
 # Numbers that a loss is given; the values are markers and occur nowhere else in the pattern.
 NUMBERS = {"ignore_index": -123457, "label_smoothing": 0.0123457}
-
-
 HALVES = (torch.bfloat16, torch.float16)  # in float32 there is no cast to leave out
 
 

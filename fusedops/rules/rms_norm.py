@@ -1,6 +1,8 @@
 """RMSNorm as HuggingFace models spell it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +21,10 @@ def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normalised.to(x.dtype)
 
 
-def fused_llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _fused(x, weight, eps)
-
-
 def gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normalised * (1.0 + weight.float())).type_as(x)
-
-
-def fused_gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _fused(x, weight, eps, weight_offset=1.0, cast="gemma")
 
 
 def rounded_last(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,8 +33,12 @@ def rounded_last(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight * normalised).to(x.dtype)
 
 
-def fused_rounded_last(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _fused(x, weight, eps, cast="gemma")
+# Spellings by name, and the options of the operator that computes the same.
+SPELLINGS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "llama": (llama, {}),
+    "gemma": (gemma, {"weight_offset": 1.0, "cast": "gemma"}),
+    "rounded_last": (rounded_last, {"cast": "gemma"}),
+}
 
 
 def _fused(x: Tensor, weight: Tensor, eps: float, **options) -> Tensor:
@@ -69,21 +67,16 @@ def scales_columns(match: Match) -> str | None:
     return None
 
 
-def _rule(name: str, pattern, replacement) -> Rule:
-    return Rule(
+RULES = [
+    Rule(
         name=f"rms_norm.{name}",
         op="rms_norm",
-        pattern=pattern,
-        replacement=replacement,
+        pattern=spelling,
+        replacement=partial(_fused, **options),
         examples=examples,
         numbers=NUMBERS,
         anchor=torch.ops.aten.rsqrt.default,
         guard=scales_columns,
     )
-
-
-RULES = [
-    _rule("llama", llama, fused_llama),
-    _rule("gemma", gemma, fused_gemma),
-    _rule("rounded_last", rounded_last, fused_rounded_last),
+    for name, (spelling, options) in SPELLINGS.items()
 ]
