@@ -67,11 +67,11 @@ def check_class_weights(op: str, argument: str, weight: Tensor, like: str, other
     checks.check_shape(op, argument, weight, (vocabulary,), "One weight for each class.")
 
 
-def refuse_trained_class_weights(op: str, argument: str, needs_grad: bool) -> None:
+def refuse_trained(op: str, argument: str, needs_grad: bool) -> None:
     if needs_grad:
         remedy = f"Detach it: {argument}.detach()."
         raise checks.UnsupportedInputError(
-            checks.message(op, argument, "a tensor that requires grad", "fixed weights", remedy)
+            checks.message(op, argument, "a tensor that requires grad", "one that does not", remedy)
         )
 
 
@@ -267,7 +267,7 @@ def backward_mutating(kernels: RowKernels, dloss: Tensor, logits: Tensor, *args:
 
 def _setup_context(ctx, inputs, output) -> None:
     logits, labels, weight, ctx.reduction, *ctx.options = inputs
-    refuse_trained_class_weights("cross_entropy", "weight", ctx.needs_input_grad[2])
+    refuse_trained("cross_entropy", "weight", ctx.needs_input_grad[2])
     _, stats, total = output
     donation.save(ctx, logits, labels, weight, stats, total)
     ctx.mark_non_differentiable(stats, total)

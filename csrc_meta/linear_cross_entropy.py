@@ -1,10 +1,9 @@
 """Cross entropy of a linear projection, without its logits: cross_entropy(hidden @ weight.T + bias, labels).
 
-The rows are walked in chunks. A chunk's logits live in one buffer, become their own gradient in place, and are
-multiplied into the gradients of hidden and weight before the next chunk overwrites them. For ``mean`` and ``sum`` that
-happens in the forward pass, as if the upstream gradient were one, which it is as a rule: three GEMMs in all, as eager,
-and nothing is left for the backward pass but to see that it was right. For ``none`` every row has an upstream gradient
-of its own, and the backward pass computes the logits again.
+For ``mean`` and ``sum`` the chunks of :mod:`csrc_meta.chunks` make the gradients in the forward pass, as if the upstream
+gradient were one, which it is as a rule: three GEMMs in all, as eager, and nothing is left for the backward pass but to
+see that it was right. For ``none`` every row has an upstream gradient of its own, and the backward pass computes the
+logits again.
 """
 
 from collections.abc import Iterator
@@ -13,31 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_meta import checks, donation
+from csrc_meta import checks, chunks, donation
 from csrc_meta import cross_entropy as ce
 from csrc_meta.registry import composite, no_flops, primitive, second_derivative_error
 from csrc_meta.results import compute_dtype
 from csrc_meta.spec import Sample, Spec
-
-# Each chunk reads and writes the whole float32 gradient of the weight: 8 V H bytes beside 6 rows V H floating-point
-# operations. At 4 TB/s and 700 TFLOP/s that adds 230 / rows to the time of the GEMMs, whatever V and H are.
-FEWEST_CHUNK_ROWS = 2048
-# Below this a chunk's logits are too small to be worth splitting.
-SMALL_CHUNK_BYTES = 64 * 2**20
-SUM_ELEMENT_SIZE = 4  # of the weight's gradient where it is summed over chunks
-
-
-def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int) -> int:
-    """Rows whose logits are held at a time.
-
-    As many rows as the hidden size make the buffer as large as the weight, which the user has room for (its gradient
-    is as large again); small hidden sizes take more rows than that, for speed. All rows are one chunk where that takes
-    no more memory: its gradient of the weight needs no sum in float32.
-    """
-    small = SMALL_CHUNK_BYTES // max(vocabulary * element_size, 1)
-    step = max(hidden, FEWEST_CHUNK_ROWS, small)
-    of_the_sum = hidden * max(SUM_ELEMENT_SIZE - element_size, 0) // element_size
-    return max(rows if rows <= step + of_the_sum else step, 1)
 
 
 def check(
@@ -48,6 +27,7 @@ def check(
     bias: Tensor | None,
     class_weight: Tensor | None,
     reduction: str,
+    accum_dtype: torch.dtype | None,
     options: ce.Options,
 ) -> None:
     checks.check_dtype(op, "hidden", hidden, checks.FLOATING, "Cast it to a floating-point dtype.")
@@ -71,6 +51,20 @@ def check(
         checks.check_shape(op, "bias", bias, weight.shape[:1], "One element for each row of weight.")
     if class_weight is not None:
         ce.check_class_weights(op, "class_weight", class_weight, "hidden", hidden, weight.shape[0])
+    # In float16 what is summed has no loss scale yet, and would underflow.
+    allowed = (None, compute_dtype(hidden)) + (torch.bfloat16,) * (hidden.dtype == torch.bfloat16)
+    checks.check_choice(op, "accum_dtype", accum_dtype, allowed)
+
+
+def _check_divisor(op: str, divisor: Tensor | None, hidden: Tensor, reduction: str) -> None:
+    if divisor is None:
+        return
+    checks.check_same_device(op, "divisor", divisor, "hidden", hidden)
+    checks.check_shape(op, "divisor", divisor, (), "All rows are divided by one number.")
+    if reduction != "sum" or divisor.dtype.is_complex:
+        got = f"{checks.describe(divisor)}, reduction={reduction!r}"
+        wants = "a real number, for reduction='sum'"
+        raise checks.UnsupportedInputError(checks.message(op, "divisor", got, wants, "Divide the loss instead."))
 
 
 def _check_forward(
@@ -79,11 +73,15 @@ def _check_forward(
     labels: Tensor,
     bias: Tensor | None,
     class_weight: Tensor | None,
+    divisor: Tensor | None,
     output_mask: list[bool],
     reduction: str,
+    accum_dtype: torch.dtype | None,
     *options: Any,
 ) -> None:
-    check("linear_cross_entropy", hidden, weight, labels, bias, class_weight, reduction, ce.Options(*options))
+    given = (reduction, accum_dtype, ce.Options(*options))
+    check("linear_cross_entropy", hidden, weight, labels, bias, class_weight, *given)
+    _check_divisor("linear_cross_entropy", divisor, hidden, reduction)
 
 
 def _check_backward(
@@ -95,10 +93,11 @@ def _check_backward(
     class_weight: Tensor | None,
     stats: Tensor,
     output_mask: list[bool],
+    accum_dtype: torch.dtype | None,
     *options: Any,
 ) -> None:
     op = "linear_cross_entropy_backward"
-    check(op, hidden, weight, labels, bias, class_weight, "none", ce.Options(*options))
+    check(op, hidden, weight, labels, bias, class_weight, "none", accum_dtype, ce.Options(*options))
     checks.check_shape(op, "dloss", dloss, labels.shape, "dloss has the shape of the losses.")
 
 
@@ -106,140 +105,12 @@ def _check_scale(factor: Tensor, gradients: list[Tensor], dtype: torch.dtype | N
     checks.check_shape("linear_cross_entropy_scale", "factor", factor, (), "mean and sum have one upstream gradient.")
 
 
-class _Gradients:
-    """Gradients of hidden, weight and bias, added up chunk by chunk; unwanted ones are empty.
-
-    Those of weight and bias add up in ``wide`` (float32) whatever the dtype of the weight: adding chunks in bfloat16
-    makes training measurably worse. That of the weight is a plain product where there is but one chunk, unless it stays
-    ``wide`` for the backward pass.
-    """
-
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, output_mask: list[bool], wide: torch.dtype, stays_wide: bool = False
-    ) -> None:
-        self.wants_hidden, self.wants_weight, self.wants_bias = output_mask
-        self.hidden = hidden.new_empty(hidden.shape if self.wants_hidden else (0,))
-        is_sum = stays_wide or len(hidden) > _step(hidden, weight)
-        # The first chunk overwrites it: without one it has to be zero.
-        new = weight.new_empty if len(hidden) else weight.new_zeros
-        self.weight = new(weight.shape if self.wants_weight else (0,), dtype=wide if is_sum else weight.dtype)
-        self.bias = weight.new_zeros(weight.shape[:1] if self.wants_bias else (0,), dtype=wide)
-
-    def add(self, start: int, dlogits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        if self.wants_hidden:
-            torch.mm(dlogits, weight, out=self.hidden[start : start + len(dlogits)])
-        if self.wants_weight:
-            _add_product(self.weight, dlogits.t(), hidden, overwrite=start == 0)
-        if self.wants_bias:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
-    """total += a @ b with products summed in total's dtype, whatever the dtype of a and b; or total = a @ b."""
-    beta = 0 if overwrite else 1
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, beta=beta)
-    elif total.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
-
-
-def _step(hidden: Tensor, weight: Tensor) -> int:
-    return chunk_rows(*hidden.shape, weight.shape[0], hidden.element_size())
-
-
-def _divides_early(dtype: torch.dtype) -> bool:
-    """Whether gradients are divided by the total in the forward pass; in float16 they would underflow.
-
-    float16 loss scaling arrives with the upstream gradient, and is multiplied in before anything is rounded.
-    """
-    return dtype != torch.float16
-
-
-def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Each chunk's rows and their logits, all in one buffer."""
-    rows, step = hidden.shape[0], _step(hidden, weight)
-    buffer = hidden.new_empty((min(step, rows), weight.shape[0]))
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        out = buffer[: part.stop - start]
-        if bias is None:
-            yield part, torch.mm(hidden[part], weight.t(), out=out)
-        else:
-            yield part, torch.addmm(bias, hidden[part], weight.t(), out=out)
-
-
-def forward(
-    kernels: ce.RowKernels,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    output_mask: list[bool],
-    reduction: str,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide, given = compute_dtype(hidden), ce.Options(*options)
-    flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    kernels.check_values("linear_cross_entropy", flat_labels, weight.shape[0], given.ignore_index)
-    losses = flat.new_empty(flat_labels.shape, dtype=wide)
-    stats = flat.new_empty((2, *flat_labels.shape), dtype=wide)
-    makes_gradients = reduction != "none" and any(output_mask)
-    early = _divides_early(hidden.dtype)
-    gradients = _Gradients(flat, weight, output_mask if makes_gradients else [False] * 3, wide, stays_wide=not early)
-    one, divisor = flat.new_ones((), dtype=wide), None
-    if makes_gradients and early and reduction == "mean":
-        _, divisor = kernels.reduce(losses, flat_labels, class_weight, weight.shape[0], given, "none")
-    for part, logits in _chunks(flat, weight, bias):
-        kernels.losses(logits, flat_labels[part], class_weight, given, losses[part], stats[:, part])
-        if makes_gradients:
-            kernels.gradients(one, divisor, logits, flat_labels[part], class_weight, stats[:, part], given, logits)
-            gradients.add(part.start, logits, flat[part], weight)
-        del logits  # or their buffer would stay while the gradients are rounded
-    loss, total = kernels.reduce(losses, flat_labels, class_weight, weight.shape[0], given, reduction)
-    kept = hidden.dtype if early else wide
-    return (
-        loss.view(labels.shape) if reduction == "none" else loss,
-        stats,
-        total,
-        gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden,
-        gradients.weight.to(kept),
-        gradients.bias.to(kept),
-    )
-
-
-def backward(
-    kernels: ce.RowKernels,
-    dloss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    stats: Tensor,
-    output_mask: list[bool],
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    given = ce.Options(*options)
-    flat, flat_labels, upstream = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), dloss.reshape(-1)
-    gradients = _Gradients(flat, weight, output_mask, stats.dtype)
-    for part, logits in _chunks(flat, weight, bias):
-        rows = (logits, flat_labels[part], class_weight, stats[:, part])
-        kernels.gradients(upstream[part], None, *rows, given, logits)
-        gradients.add(part.start, logits, flat[part], weight)
-        del rows, logits
-    dhidden = gradients.hidden.view(hidden.shape) if gradients.wants_hidden else gradients.hidden
-    return dhidden, gradients.weight.to(weight.dtype), gradients.bias.to(weight.dtype)
-
-
 def linear_cross_entropy_ref(*args):
-    return forward(ce.REFERENCE, *args)
+    return chunks.forward(chunks.REFERENCE, *args)
 
 
 def linear_cross_entropy_backward_ref(*args):
-    return backward(ce.REFERENCE, *args)
+    return chunks.backward(chunks.REFERENCE, *args)
 
 
 def linear_cross_entropy_scale(factor: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -258,16 +129,18 @@ def linear_cross_entropy_fake(
     labels: Tensor,
     bias: Tensor | None,
     class_weight: Tensor | None,
+    divisor: Tensor | None,
     output_mask: list[bool],
     reduction: str,
+    accum_dtype: torch.dtype | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = compute_dtype(hidden)
-    kept = hidden.dtype if _divides_early(hidden.dtype) else wide
+    kept = hidden.dtype if chunks.divides_early(hidden.dtype) else wide
     wanted = output_mask if reduction != "none" else [False] * 3
     return (
         hidden.new_empty(labels.shape if reduction == "none" else (), dtype=wide),
-        hidden.new_empty((2, labels.numel()), dtype=wide),
+        hidden.new_empty((2, labels.numel()) if reduction == "none" else (0,), dtype=wide),
         hidden.new_empty((), dtype=wide),
         hidden.new_empty(hidden.shape if wanted[0] else (0,)),
         hidden.new_empty(weight.shape if wanted[1] else (0,), dtype=kept),
@@ -284,6 +157,7 @@ def linear_cross_entropy_backward_fake(
     class_weight: Tensor | None,
     stats: Tensor,
     output_mask: list[bool],
+    accum_dtype: torch.dtype | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
@@ -298,15 +172,16 @@ def _scale_fake(factor: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> 
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    hidden, weight, labels, bias, class_weight, _, ctx.reduction, *ctx.options = inputs
-    ce.refuse_trained_class_weights("linear_cross_entropy", "class_weight", ctx.needs_input_grad[4])
+    hidden, weight, labels, bias, class_weight, divisor, _, ctx.reduction, *ctx.options = inputs
+    ce.refuse_trained("linear_cross_entropy", "class_weight", ctx.needs_input_grad[4])
+    ce.refuse_trained("linear_cross_entropy", "divisor", ctx.needs_input_grad[5])
     _, stats, total, *gradients = output
     if ctx.reduction == "none":
         ctx.save_for_backward(hidden, weight, labels, bias, class_weight, stats)
     else:
         donation.save(ctx, total, *gradients)
         ctx.captured = donation.is_capturing(hidden)
-    ctx.dtype = hidden.dtype
+    ctx.dtype, ctx.is_divided = hidden.dtype, divisor is not None
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -315,7 +190,7 @@ def _backward(ctx, dloss, *_):
     mask = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     of_options = (None,) * (2 + len(ctx.options))  # output_mask and reduction among them
     if dloss is None:
-        return (None,) * 5 + of_options
+        return (None,) * 6 + of_options
     if ctx.reduction == "none":
         gradients = _backward_op(dloss, *ctx.saved_tensors, mask, *ctx.options)
     else:
@@ -325,9 +200,12 @@ def _backward(ctx, dloss, *_):
             raise second_derivative_error("linear_cross_entropy")
         total, *gradients = ctx.saved_tensors
         factor = dloss.to(total.dtype)
-        if not _divides_early(ctx.dtype) and ctx.reduction == "mean":
-            # Without a row that counts eager's gradient is zero, and not 0 * inf.
-            factor = torch.where(total == 0, 0.0, factor / total)
+        if not chunks.divides_early(ctx.dtype):
+            if ctx.reduction == "mean":
+                # Without a row that counts eager's gradient is zero, and not 0 * inf.
+                factor = torch.where(total == 0, 0.0, factor / total)
+            elif ctx.is_divided:
+                factor = factor / total
         # The forward pass made them for this backward pass alone. A captured one may be replayed without that.
         replayed = donation.is_capturing(dloss) and not ctx.captured
         if gradients[1].dtype == ctx.dtype and donation.is_last_use(ctx, dloss) and not replayed:
@@ -336,7 +214,7 @@ def _backward(ctx, dloss, *_):
         else:
             gradients = _scale_op(factor, gradients, ctx.dtype)
     dhidden, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
-    return dhidden, dweight, None, dbias, None, *of_options
+    return dhidden, dweight, None, dbias, None, None, *of_options
 
 
 def linear_cross_entropy(
@@ -352,12 +230,14 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
+    divisor: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     options = ce.Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     # Gradients are made in the forward pass, and only those that a backward pass may ask for.
     recording = torch.is_grad_enabled()
     mask = [recording and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    return _forward_op(hidden, weight, labels, bias, class_weight, mask, reduction, *options)[0]
+    return _forward_op(hidden, weight, labels, bias, class_weight, divisor, mask, reduction, accum_dtype, *options)[0]
 
 
 def _autocast(dtype: torch.dtype, hidden, weight, labels, bias=None, **kwargs):
@@ -374,7 +254,7 @@ def _gemm_flops(hidden: torch.Size, weight: torch.Size) -> int:
     return 2 * hidden.numel() * weight[0]
 
 
-def _forward_flops(hidden, weight, labels, bias, class_weight, mask, reduction, *options, **kwargs) -> int:
+def _forward_flops(hidden, weight, labels, bias, class_weight, divisor, mask, reduction, *options, **kwargs) -> int:
     gemms = 1 + (mask[0] + mask[1] if reduction != "none" else 0)
     return gemms * _gemm_flops(hidden, weight)
 
@@ -385,7 +265,8 @@ def _backward_flops(dloss, hidden, weight, labels, bias, class_weight, stats, ma
 
 _forward_op = primitive(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? class_weight,"
-    f" bool[3] output_mask, str reduction, {ce.OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor? divisor, bool[3] output_mask, str reduction, ScalarType? accum_dtype, {ce.OPTIONS_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check_forward,
     fake=linear_cross_entropy_fake,
     reference=linear_cross_entropy_ref,
@@ -395,7 +276,8 @@ _forward_op = primitive(
 )
 _backward_op = primitive(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor labels, Tensor? bias,"
-    f" Tensor? class_weight, Tensor stats, bool[3] output_mask, {ce.OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f" Tensor? class_weight, Tensor stats, bool[3] output_mask, ScalarType? accum_dtype, {ce.OPTIONS_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor)",
     check=_check_backward,
     fake=linear_cross_entropy_backward_fake,
     reference=linear_cross_entropy_backward_ref,
@@ -418,7 +300,7 @@ _scale_op_ = primitive(
 operator = composite(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, Tensor? class_weight=None,"
     " int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float? softcap=None,"
-    " float logit_scale=1.0, float z_loss=0.0) -> Tensor",
+    " float logit_scale=1.0, float z_loss=0.0, Tensor? divisor=None, ScalarType? accum_dtype=None) -> Tensor",
     linear_cross_entropy,
     autocast=_autocast,
 )
@@ -435,6 +317,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         bias: Tensor | None = None,
         ignored: int = 0,
         weighted: bool = False,
+        divisor: float | None = None,
         **kwargs,
     ) -> Sample:
         leaves = [t.detach().requires_grad_() if t is not None else None for t in (hidden, weight, bias)]
@@ -442,6 +325,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         labels = ce.sample_labels(rows.numel(), weight.shape[0], device, ignored).view(rows)
         if weighted:
             kwargs["class_weight"] = (torch.rand(weight.shape[0], device=device) + 0.5).to(dtype)
+        if divisor is not None:
+            kwargs["divisor"] = torch.tensor(divisor, device=device)
         return Sample(label, (*leaves[:2], labels, leaves[2]), kwargs)
 
     yield sample("mean", tensor(2, 6, 32), tensor(64, 32), ignored=3)
@@ -455,6 +340,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     together: dict[str, Any] = {"label_smoothing": 0.2, "softcap": 3.0, "logit_scale": -1.5, "z_loss": 0.05}
     yield sample("all options", tensor(9, 16), tensor(37, 16), tensor(37), ignored=2, weighted=True, **together)
     yield sample("all options, none", tensor(9, 16), tensor(37, 16), weighted=True, reduction="none", **together)
+    yield sample("sum by a count", tensor(12, 32), tensor(64, 32), ignored=5, reduction="sum", divisor=17)
     yield sample("all ignored", tensor(4, 16), tensor(32, 16), ignored=4, reduction="sum")
     yield sample("no rows", tensor(0, 16), tensor(32, 16), reduction="sum")
     yield sample("odd sizes", tensor(3, 5, 7), tensor(11, 7))
@@ -471,10 +357,14 @@ def _eager(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None,
     **kwargs,
 ) -> Tensor:
     logits = torch.nn.functional.linear(hidden, weight, bias)
     loss = ce.eager(logits.view(-1, logits.shape[-1]), labels.reshape(-1), class_weight, **kwargs)
+    if divisor is not None:
+        loss = loss / divisor
     return loss.view(labels.shape) if kwargs.get("reduction") == "none" else loss
 
 

@@ -304,6 +304,8 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
+    divisor: Tensor | float | None = None,
+    accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Cross entropy of hidden @ weight.T + bias with integer labels, without the (T, V) logits.
 
@@ -317,6 +319,9 @@ def linear_cross_entropy(
         reduction: "none", "mean" (over the rows not ignored, by their labels' weights) or "sum".
         label_smoothing: probability mass in [0, 1] spread evenly over the vocabulary.
         softcap, logit_scale, z_loss: as in :func:`cross_entropy`.
+        divisor: what a "sum" is divided by, () or a number: the tokens of all batches whose gradients are accumulated.
+        accum_dtype: of the sum over chunks that is the gradient of weight. float32, or None for it (float64 for float64
+            inputs); bfloat16 for bfloat16 inputs takes less memory and is rounded after each chunk.
 
     Returns:
         The loss, () or the shape of labels for "none", float32 (float64 for float64 inputs).
@@ -327,7 +332,12 @@ def linear_cross_entropy(
         "sum" make gradients in the forward pass (three GEMMs in all), only those that are needed, for an upstream
         gradient of one; another is multiplied in afterwards, which rounds once more (in float16 before they are
         rounded). "none" computes the logits again in the backward pass (four). Under autocast the projection runs in
-        the autocast dtype. Deterministic. No host synchronisation.
+        the autocast dtype. Deterministic.
+
+    Synchronisation:
+        Ignored rows take no part in the products. To leave them out the host waits until the device knows the labels;
+        the device does not wait for the host. Nobody waits, and nothing is left out, while a CUDA graph is captured and
+        where a product is too short to be worth it.
 
     Raises:
         UnsupportedDtypeError: a dtype differs from hidden's, or labels are not integers.
@@ -338,6 +348,8 @@ def linear_cross_entropy(
     Source:
         arXiv 2410.10989, section 3.2 (fused linear cross entropy); ForCausalLMLoss of transformers.
     """
+    if divisor is not None and not isinstance(divisor, Tensor):
+        divisor = torch.full((), divisor, dtype=torch.float64, device=hidden.device)
     return csrc_meta.linear_cross_entropy.operator(
         hidden,
         weight,
@@ -350,4 +362,6 @@ def linear_cross_entropy(
         softcap=softcap,
         logit_scale=logit_scale,
         z_loss=z_loss,
+        divisor=divisor,
+        accum_dtype=accum_dtype,
     )

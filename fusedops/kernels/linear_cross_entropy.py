@@ -1,12 +1,14 @@
 """Linear cross entropy on a GPU: the chunk loop of csrc_meta with cuBLAS for its GEMMs and Triton for its rows."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from csrc_meta import linear_cross_entropy as chunked
+from csrc_meta import chunks
+from csrc_meta.donation import is_capturing
 from csrc_meta.linear_cross_entropy import linear_cross_entropy_scale
-from fusedops.kernels.cross_entropy import KERNELS
+from fusedops.kernels import cross_entropy
 from fusedops.kernels.launch import cdiv, launch, processors
 
 __all__ = [
@@ -16,17 +18,42 @@ __all__ = [
     "linear_cross_entropy_scale_",
 ]
 
+# Multiplications of one product, a third of a millisecond or more on every GPU there is.
+WORTH_WAITING = 2**37
 BLOCK = 4096
 WARPS = 8
 PROGRAMS_PER_PROCESSOR = 8
 
 
+def kept_rows(labels: Tensor, ignore_index: int, work: int) -> Tensor | None:
+    """As csrc_meta.chunks.kept_ref. The host waits for the labels, which the device does not notice: it sorts meanwhile.
+
+    Nobody waits, and all rows are kept, where a CUDA graph is captured or products are so short that the device would
+    run out of work before the host has caught up.
+    """
+    if labels.device.type == "cpu":
+        return chunks.kept_ref(labels, ignore_index, work)
+    if not labels.is_cuda or is_capturing(labels) or work < WORTH_WAITING:
+        return None
+    kept = labels != ignore_index
+    count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(kept.sum(), non_blocking=True)
+    known = torch.cuda.Event()
+    known.record()
+    first = kept.to(torch.uint8).argsort(descending=True, stable=True)
+    known.synchronize()
+    rows = int(count)
+    return None if rows == len(labels) else first[:rows]
+
+
+KERNELS = chunks.Kernels(cross_entropy.KERNELS, kept_rows)
+
+
 def linear_cross_entropy_fwd(*args):
-    return chunked.forward(KERNELS, *args)
+    return chunks.forward(KERNELS, *args)
 
 
 def linear_cross_entropy_bwd(*args):
-    return chunked.backward(KERNELS, *args)
+    return chunks.backward(KERNELS, *args)
 
 
 @triton.jit(do_not_specialize=["BLOCKS"])

@@ -13,6 +13,9 @@ from fusedops.compiler.rule import Rule
 from fusedops.rules.cross_entropy import HALVES, NUMBERS, labels_are_indices
 
 
+LOSS = torch.ops.aten.cross_entropy_loss.default
+
+
 def _plain(logits: Tensor) -> Tensor:
     return logits
 
@@ -48,6 +51,7 @@ def causal_lm(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
+    num_items: Tensor | None = None,
     *,
     map_logits: Callable[..., Tensor],
     upcast: bool,
@@ -61,7 +65,7 @@ def causal_lm(
     loss = F.cross_entropy(
         flat, labels, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
     )
-    return loss, logits
+    return loss if num_items is None else loss / num_items, logits
 
 
 def fused(
@@ -69,6 +73,7 @@ def fused(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
+    num_items: Tensor | None = None,
     *,
     upcast: bool,
     divisor: float | None = None,
@@ -77,51 +82,58 @@ def fused(
     if divisor is not None:
         options["logit_scale"] = 1.0 / divisor
     flat = hidden.reshape(-1, hidden.shape[-1])
-    loss = torch.ops.fusedops.linear_cross_entropy(flat, weight, labels, bias, **options)
+    loss = torch.ops.fusedops.linear_cross_entropy(flat, weight, labels, bias, divisor=num_items, **options)
     return loss if upcast else loss.to(hidden.dtype)
 
 
-def _examples(with_bias: bool, upcast: bool) -> Iterator[dict[str, Tensor]]:
+def _examples(with_bias: bool, upcast: bool, per_item: bool) -> Iterator[dict[str, Tensor]]:
     for dtype in (torch.float32, *HALVES) if upcast else HALVES:
         example = {
             "hidden": torch.empty(2, 3, 4, dtype=dtype),
             "weight": torch.empty(8, 4, dtype=dtype),
             "labels": torch.zeros(6, dtype=torch.int64),
         }
-        yield example | ({"bias": torch.empty(8, dtype=dtype)} if with_bias else {})
+        example |= {"bias": torch.empty(8, dtype=dtype)} if with_bias else {}
+        yield example | ({"num_items": torch.tensor(6)} if per_item else {})
 
 
 def _rows_stay_rows(match: Match) -> str | None:
     reason = labels_are_indices(match)
     if reason:
         return reason
-    flat, weight = match.root.args[0].meta["val"], match.value("weight")
+    (loss,) = (n for n in match.interior if n.target is LOSS)
+    flat, weight = loss.args[0].meta["val"], match.value("weight")
     if flat.dim() != 2 or flat.shape[1] != weight.shape[0]:
         return f"the logits are viewed as {tuple(flat.shape)}: not one row for each position"
+    if "num_items" in match.bindings and match.value("num_items").is_floating_point():
+        # A graph that is traced before autograd doesn't say which of its values require grad.
+        return f"the count it is divided by is {match.value('num_items').dtype}, which may need a gradient"
     return None
 
 
-def _rule(map_logits: Callable[..., Tensor], upcast: bool, with_bias: bool, reduction: str) -> Rule:
+def _rule(
+    map_logits: Callable[..., Tensor], upcast: bool, with_bias: bool, reduction: str, per_item: bool = False
+) -> Rule:
     spelling = ["causal_lm" + ("" if map_logits is _plain else map_logits.__name__)]
-    spelling += [reduction] + ["bias"] * with_bias + ["not_upcast"] * (not upcast)
+    spelling += [reduction] + ["per_item"] * per_item + ["bias"] * with_bias + ["not_upcast"] * (not upcast)
     return Rule(
         name="linear_cross_entropy." + "_".join(spelling),
         op="linear_cross_entropy",
         pattern=partial(causal_lm, map_logits=map_logits, upcast=upcast, reduction=reduction),
         replacement=partial(fused, upcast=upcast, reduction=reduction),
-        examples=partial(_examples, with_bias, upcast),
+        examples=partial(_examples, with_bias, upcast, per_item),
         numbers=NUMBERS | MAPS[map_logits],
-        anchor=torch.ops.aten.cross_entropy_loss.default,
+        anchor=LOSS,
         guard=_rows_stay_rows,
     )
 
 
 RULES = [
-    _rule(map_logits, upcast, with_bias, reduction)
+    _rule(map_logits, upcast, with_bias, reduction, per_item)
     for map_logits in MAPS
     for upcast in (True, False)
     for with_bias in (False, True)
-    for reduction in REDUCTIONS
+    for reduction, per_item in (*((r, False) for r in REDUCTIONS), ("sum", True))
     # No model maps its logits and has a bias, or leaves them in their dtype.
     if map_logits is _plain or (upcast and not with_bias)
 ]

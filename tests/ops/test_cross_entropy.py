@@ -351,7 +351,7 @@ def test_cross_entropy_rejects_weights_that_require_grad():
     args = torch.ones(2, 4).requires_grad_(), torch.zeros(2).long(), torch.ones(4).requires_grad_()
     snapshot(
         rejects(UnsupportedInputError, *args),
-        """fusedops.cross_entropy: weight: got a tensor that requires grad, wants fixed weights. Detach it: weight.detach().""",
+        """fusedops.cross_entropy: weight: got a tensor that requires grad, wants one that does not. Detach it: weight.detach().""",
     )
     with torch.no_grad():
         functional.cross_entropy(*args)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from csrc_meta import SPECS, Sample, linear_cross_entropy
+from csrc_meta import SPECS, Sample, chunks, linear_cross_entropy
 from csrc_meta.errors import LabelOutOfRangeError, UnsupportedDtypeError, UnsupportedInputError
 from fusedops import functional
 from tests.ops.compare import Recorder, assert_bounded, assert_close_to_eager, rejection, run, snapshot
@@ -36,7 +36,7 @@ def sample(
 @pytest.fixture
 def small_chunks(monkeypatch):
     """As many chunks as a large batch has, the last one short."""
-    monkeypatch.setattr(linear_cross_entropy, "chunk_rows", lambda rows, hidden, vocabulary, element_size: 4)
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *args: 4)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -54,7 +54,7 @@ def test_linear_cross_entropy_weight_gradient_is_summed_in_float32(device, monke
     upstream = torch.ones(() if reduction == "mean" else (80,), device=device)
     gradients = []
     for step in (4, 80):
-        monkeypatch.setattr(linear_cross_entropy, "chunk_rows", lambda *args, step=step: step)
+        monkeypatch.setattr(chunks, "chunk_rows", lambda *args, step=step: step)
         gradients.append(run(functional.linear_cross_entropy, case, upstream).tensors()[2].float())
     many, one = gradients
     assert ((many - one).abs() <= 2 * torch.finfo(torch.bfloat16).eps * one.abs() + 1e-6).all()
@@ -106,12 +106,34 @@ def test_linear_cross_entropy_hooks_keep_what_they_packed(device):
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocabulary", "wants"),
-    [(32768, 128256, 4096), (8192, 128256, 8192), (100, 128256, 100), (8192, 1000, 8192), (0, 1000, 1)],
-    ids=["as large as the weight", "no more memory than a sum", "few rows", "small vocabulary", "no rows"],
+    ("rows", "hidden", "vocabulary", "saved", "wants"),
+    [
+        (32768, 4096, 128256, 2, 4096),
+        (8192, 4096, 128256, 2, 8192),
+        (8192, 4096, 128256, 0, 4096),
+        (16384, 3072, 256000, 2, 2368),
+        (32768, 2304, 262144, 2, 2048),
+        (100, 4096, 128256, 2, 100),
+        (9000, 4096, 128256, 2, 3008),
+        (9000, 0, 128256, 0, 1856),
+        (8192, 4096, 1000, 2, 8192),
+        (0, 4096, 1000, 2, 1),
+    ],
+    ids=[
+        "as large as the weight",
+        "no more memory than a sum",
+        "without that sum",
+        "no power of two",
+        "a power of two nearby",
+        "few rows",
+        "alike",
+        "no gradient of the weight",
+        "small vocabulary",
+        "no rows",
+    ],
 )
-def test_linear_cross_entropy_chunk_size(rows, vocabulary, wants):
-    assert linear_cross_entropy.chunk_rows(rows, 4096, vocabulary, 2) == wants
+def test_linear_cross_entropy_chunk_size(rows, hidden, vocabulary, saved, wants):
+    assert chunks.chunk_rows(rows, hidden, vocabulary, 2, saved) == wants
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -128,7 +150,7 @@ def test_linear_cross_entropy_computes_what_is_needed(device, reduction):
             loss.sum().backward()
         wanted = [name not in frozen for name in inputs]
         (forward,) = recorder.arguments("linear_cross_entropy_forward")
-        assert forward[5] == wanted
+        assert forward[6] == wanted
         if reduction == "none":
             (backward,) = recorder.arguments("linear_cross_entropy_backward")
             assert backward[7] == wanted
@@ -139,7 +161,7 @@ def test_linear_cross_entropy_without_grad_makes_no_gradients(device):
     with torch.no_grad(), Recorder() as recorder:
         functional.linear_cross_entropy(hidden, weight, labels)
     (forward,) = recorder.arguments("linear_cross_entropy_forward")
-    assert forward[5] == [False, False, False]
+    assert forward[6] == [False, False, False]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -173,14 +195,95 @@ def test_linear_cross_entropy_all_ignored(device, reduction):
     assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
 
 
-def test_linear_cross_entropy_sum_divided_by_count(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [37, 4.5, torch.tensor(37), torch.tensor(4.5)], ids=str)
+def test_linear_cross_entropy_divisor(device, count, dtype):
     """num_items_in_batch: the sum over a batch, divided by the tokens of all accumulated batches."""
+    count = count.to(device) if isinstance(count, torch.Tensor) else count
+    case = sample(device, dtype=dtype, bias=True, reduction="sum", divisor=count)
+    assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
+
+
+def test_linear_cross_entropy_divisor_needs_no_second_pass(device):
+    """Divided outside, the gradients would be multiplied by something other than one."""
     hidden, weight, labels, _ = sample(device).args
-    got = torch.autograd.grad(
-        functional.linear_cross_entropy(hidden, weight, labels, reduction="sum") / 37, (hidden, weight)
-    )
-    wanted = torch.autograd.grad(EAGER(hidden, weight, labels, reduction="sum") / 37, (hidden, weight))
-    torch.testing.assert_close(got, wanted, atol=1e-7, rtol=1e-5)
+    factors = []
+    with mock.patch.object(linear_cross_entropy, "_scale_op_", lambda factor, gradients: factors.append(factor)):
+        options = {"reduction": "sum", "divisor": torch.tensor(37, device=device)}
+        functional.linear_cross_entropy(hidden, weight, labels, **options).backward()
+    assert [float(f) for f in factors] == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_linear_cross_entropy_divisor_zero(device, dtype):
+    """A count of nothing is the caller's: infinite as in eager, not silently zero."""
+    case = sample(device, dtype=dtype, reduction="sum", divisor=torch.tensor(0, device=device))
+    loss = functional.linear_cross_entropy(*case.args, **case.kwargs)
+    assert loss.isinf() and EAGER(*case.args, **case.kwargs).isinf()
+    assert not torch.autograd.grad(loss, case.args[1])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_linear_cross_entropy_leaves_ignored_rows_out(device, monkeypatch, dtype, reduction):
+    """Nothing differs but what is computed: with all rows in the products, as in a captured graph, results are alike."""
+    case = sample(device, rows=64, dtype=dtype, bias=True, weighted=True, reduction=reduction, **OPTIONS)
+    case.args[2][20:50] = -100
+    kept = int((case.args[2] != -100).sum())
+    upstream = torch.randn(64 if reduction == "none" else (), device=device)
+    kernels = _kernels(monkeypatch)
+    seen = []
+    monkeypatch.setattr(kernels, "kept_rows", lambda *args: seen.append(chunks.kept_ref(*args)) or seen[-1])
+    without = run(functional.linear_cross_entropy, case, upstream).tensors()
+    assert seen and all(len(index) == kept for index in seen)
+    monkeypatch.setattr(kernels, "kept_rows", lambda *args: None)
+    for got, wanted in zip(without, run(functional.linear_cross_entropy, case, upstream).tensors(), strict=True):
+        tolerance = 8 * torch.finfo(got.dtype).eps * float(wanted.abs().max())
+        torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0.0)
+
+
+class _Kept:
+    """Stands for ``Kernels.kept`` of the kernels that are in use, on whatever device."""
+
+    def __init__(self) -> None:
+        self.kept_rows = chunks.kept_ref
+
+
+def _kernels(monkeypatch) -> _Kept:
+    kept, make = _Kept(), chunks._Rows.__init__
+
+    def patched(rows, kernels, *args):
+        make(rows, kernels._replace(kept=lambda *given: kept.kept_rows(*given)), *args)
+
+    monkeypatch.setattr(chunks._Rows, "__init__", patched)
+    return kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [50, 200, 1000])
+def test_linear_cross_entropy_rounds_sums_in_their_place(device, monkeypatch, rows, dtype):
+    monkeypatch.setattr(chunks, "SCRATCH", 64)
+    values = torch.randn(rows, 7, device=device)
+    pieces = [values[p].clone() for p in chunks._pieces(rows, 4 // dtype.itemsize)]
+    storage = pieces[0].data_ptr()
+    result = chunks._one_after_another(pieces, dtype)
+    assert torch.equal(result, values.to(dtype)) and result.is_contiguous() and result.data_ptr() == storage
+    assert len(pieces) == (2 if rows > 64 and dtype == torch.bfloat16 else 1)
+
+
+def test_linear_cross_entropy_sum_in_bfloat16(device, monkeypatch):
+    """Less memory, and no more error than a rounding after each chunk makes."""
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *args: 16)
+    case = sample(device, rows=64, dtype=torch.bfloat16)
+    wide = Sample("", _double(case.args), case.kwargs)
+    upstream = torch.tensor(1.0, device=device)
+    truth = run(EAGER, wide, upstream).tensors()[2]
+    errors = {}
+    for dtype in (torch.bfloat16, torch.float32, None):
+        narrow = Sample("", case.args, {"accum_dtype": dtype})
+        got = run(functional.linear_cross_entropy, narrow, upstream).tensors()[2]
+        errors[dtype] = float((got.double() - truth).norm() / truth.norm())
+    assert errors[None] == errors[torch.float32] < errors[torch.bfloat16] < 2.5 * errors[None]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -313,7 +416,34 @@ def test_linear_cross_entropy_rejects_class_weights():
     trained = torch.ones(8, requires_grad=True)
     snapshot(
         rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, class_weight=trained),
-        """fusedops.linear_cross_entropy: class_weight: got a tensor that requires grad, wants fixed weights. Detach it: class_weight.detach().""",
+        """fusedops.linear_cross_entropy: class_weight: got a tensor that requires grad, wants one that does not. Detach it: class_weight.detach().""",
+    )
+
+
+def test_linear_cross_entropy_rejects_divisors():
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, divisor=2),
+        """fusedops.linear_cross_entropy: divisor: got () float64 on cpu, reduction='mean', wants a real number, for reduction='sum'. Divide the loss instead.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, reduction="sum", divisor=torch.ones(2)),
+        """fusedops.linear_cross_entropy: divisor: got (2,) float32 on cpu, wants shape (). All rows are divided by one number.""",
+    )
+    trained = torch.ones((), requires_grad=True)
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, reduction="sum", divisor=trained),
+        """fusedops.linear_cross_entropy: divisor: got a tensor that requires grad, wants one that does not. Detach it: divisor.detach().""",
+    )
+
+
+def test_linear_cross_entropy_rejects_accum_dtypes():
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, accum_dtype=torch.bfloat16),
+        """fusedops.linear_cross_entropy: accum_dtype: got torch.bfloat16, wants one of None, torch.float32. Pass one of these.""",
+    )
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN.half(), WEIGHT.half(), LABELS, accum_dtype=torch.float16),
+        """fusedops.linear_cross_entropy: accum_dtype: got torch.float16, wants one of None, torch.float32. Pass one of these.""",
     )
 
 

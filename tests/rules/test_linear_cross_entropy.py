@@ -38,9 +38,47 @@ def test_causal_lm_rewrites(function, with_bias, dtype) -> None:
     assert "aten.linear.default" not in calls(report)  # neither the loss nor the returned logits need it
 
 
-@pytest.mark.parametrize("count", [7, torch.tensor(7)], ids=["int", "tensor"])
-def test_causal_lm_rewrites_num_items_in_batch(count) -> None:
-    report = rewritten(causal_lm, *inputs(), num_items_in_batch=count)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "rule"),
+    [(7, "sum"), (torch.tensor(7), "sum_per_item"), (torch.tensor(7.0), "sum")],
+    ids=["int", "tensor", "float tensor"],
+)
+def test_causal_lm_rewrites_num_items_in_batch(count, rule, dtype) -> None:
+    torch._dynamo.reset()
+    args = inputs(dtype)
+    report = rewritten(causal_lm, *args, num_items_in_batch=count)
+    assert [s.rule for s in report.sites] == [f"linear_cross_entropy.causal_lm_{rule}"]
+    got, wanted = (f(*args, num_items_in_batch=count)[0] for f in (compiled(causal_lm), causal_lm))
+    assert got.dtype == wanted.dtype and abs(got - wanted) <= 4 * torch.finfo(dtype).eps * wanted.abs()
+
+
+def test_trained_num_items_gets_its_gradient() -> None:
+    """The sum alone is replaced."""
+    torch._dynamo.reset()
+    args, gradients = inputs(), []
+    for function in (causal_lm, compiled(causal_lm)):
+        count = torch.tensor(7.0, requires_grad=True)
+        function(*args, num_items_in_batch=count)[0].backward()
+        gradients.append(count.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_sum_that_is_read_before_it_is_divided_is_not_taken_over() -> None:
+    def both(hidden, weight, labels, count):
+        total = F.cross_entropy(F.linear(hidden, weight).view(-1, VOCABULARY), labels.view(-1), reduction="sum")
+        return total, total / count
+
+    report = rewritten(both, *inputs(), torch.tensor(7))
+    assert [s.rule for s in report.sites] == ["linear_cross_entropy.causal_lm_sum"]
+
+
+def test_several_counts_are_not_taken_over() -> None:
+    def divided(hidden, weight, labels, counts):
+        total = F.cross_entropy(F.linear(hidden, weight).view(-1, VOCABULARY), labels.view(-1), reduction="sum")
+        return total / counts
+
+    report = rewritten(divided, *inputs(), torch.tensor([7, 8]))
     assert [s.rule for s in report.sites] == ["linear_cross_entropy.causal_lm_sum"]
 
 
@@ -159,7 +197,7 @@ def test_mapped_logits_are_eagers(map_logits, dynamic) -> None:
 
 def test_mapped_logits_rewrite_num_items_in_batch() -> None:
     report = rewritten(mapped(_softcapped), *inputs(), num_items_in_batch=torch.tensor(7))
-    assert [s.rule for s in report.sites] == ["linear_cross_entropy.causal_lm_softcapped_sum"]
+    assert [s.rule for s in report.sites] == ["linear_cross_entropy.causal_lm_softcapped_sum_per_item"]
 
 
 def _two_caps(logits):

@@ -1,0 +1,268 @@
+"""What linear_cross_entropy computes on every device: losses and gradients of a projection, chunk by chunk of its rows.
+
+A chunk's logits live in one buffer, become their own gradient in place, and are multiplied into the gradients of hidden
+and weight before the next chunk overwrites them. Rows that are ignored take no part in any of it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from csrc_meta import cross_entropy as ce
+from csrc_meta.results import compute_dtype
+
+# Each chunk reads and writes the whole sum of the weight's gradient: 8 V H bytes in float32 beside 6 rows V H
+# floating-point operations. At 4 TB/s and 700 TFLOP/s that is up to 230 / rows of the GEMMs' time, whatever V and H are.
+FEWEST_CHUNK_ROWS = 2048
+# Below this a chunk's logits are too small to be worth splitting.
+SMALL_CHUNK_BYTES = 64 * 2**20
+SPLIT = 64  # sums are split at a multiple of so many rows, which keeps what GEMMs read aligned
+SCRATCH = 2**24  # elements that are rounded beside their place, so that the rest can be rounded in it
+
+
+def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int, saved: int = 0) -> int:
+    """Rows whose logits are held at a time.
+
+    The buffer is no larger than the weight, which the user has room for: its gradient is as large again. GEMMs are
+    fastest on a power of two of rows, where that is not much less; fewer than 2048 would cost more time than they save.
+    All rows are one chunk where that takes no more memory. Otherwise the chunks are alike.
+
+    Args:
+        rows: rows of hidden that are not ignored.
+        hidden: H.
+        vocabulary: V.
+        element_size: bytes of an element of hidden and weight.
+        saved: bytes for each element of the weight that one chunk saves and several chunks need for their sum.
+    """
+    most = max(1 << max(hidden.bit_length() - 1, 0), hidden * 4 // 5, FEWEST_CHUNK_ROWS)
+    most = max(most, SMALL_CHUNK_BYTES // max(vocabulary * element_size, 1))
+    if rows <= most + hidden * saved // element_size:
+        return max(rows, 1)
+    chunks = -(-rows // most)
+    return min(_round_up(-(-rows // chunks), SPLIT), most)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class Kernels(NamedTuple):
+    """What differs between devices.
+
+    Attributes:
+        rows: how rows of logits become losses and gradients.
+        kept: ``(labels, ignore_index, work) -> indices``, in order, of the rows that are not ignored; None for all of
+            them, which is always right. ``work``: multiplications that each product takes if none is left out.
+    """
+
+    rows: ce.RowKernels
+    kept: Callable[[Tensor, int, int], Tensor | None]
+
+
+def kept_ref(labels: Tensor, ignore_index: int, work: int) -> Tensor | None:
+    kept = labels != ignore_index
+    return None if kept.all() else kept.nonzero().squeeze(1)
+
+
+REFERENCE = Kernels(ce.REFERENCE, kept_ref)
+
+
+class _Rows:
+    """The rows of a call that are not ignored."""
+
+    def __init__(self, kernels: Kernels, hidden: Tensor, weight: Tensor, labels: Tensor, options: ce.Options) -> None:
+        self.hidden, self.all_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        kernels.rows.check_values("linear_cross_entropy", self.all_labels, weight.shape[0], options.ignore_index)
+        self.index = kernels.kept(self.all_labels, options.ignore_index, self.hidden.numel() * weight.shape[0])
+        self.labels = self.only(self.all_labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def only(self, t: Tensor, part: slice = slice(None), dim: int = 0) -> Tensor:
+        """What a tensor with an element for each row of the call has for these rows, or for a part of them."""
+        if self.index is None:
+            return t if part == slice(None) else t[part]
+        return t.index_select(dim, self.index[part])
+
+    def spread(self, t: Tensor) -> Tensor:
+        """The opposite: a result with an element for each row of the call, zero where it is ignored."""
+        if self.index is None:
+            return t
+        return t.new_zeros((*t.shape[:-1], len(self.all_labels))).index_copy_(-1, self.index, t)
+
+
+class _Gradients:
+    """Gradients of hidden, weight and bias, added up chunk by chunk; unwanted ones are empty.
+
+    That of the weight adds up in ``sums`` (float32 as a rule, since sums in bfloat16 are rounded after each chunk). It is
+    a plain product in the dtype of the results where there is but one chunk.
+    """
+
+    def __init__(
+        self, rows: _Rows, weight: Tensor, output_mask: list[bool], sums: torch.dtype, results: torch.dtype
+    ) -> None:
+        self.wants_hidden, self.wants_weight, self.wants_bias = output_mask
+        self.rows, self.dtype = rows, results
+        narrowing = sums.itemsize // results.itemsize
+        saved = (sums.itemsize - results.itemsize) * self.wants_weight
+        # Without a gradient of the weight chunks cost nothing, and have less reason to be large.
+        width = weight.shape[1] if self.wants_weight else 0
+        self.step = chunk_rows(len(rows), width, weight.shape[0], weight.element_size(), saved)
+        is_sum = len(rows) > self.step
+        new = rows.hidden.new_empty if rows.index is None else rows.hidden.new_zeros
+        self.hidden = new(rows.hidden.shape if self.wants_hidden else (0,))
+        # The first chunk overwrites it: without one it has to be zero.
+        new = weight.new_empty if len(rows) else weight.new_zeros
+        shape = weight.shape if self.wants_weight else torch.Size((0, 0))
+        pieces = _pieces(shape[0], narrowing) if is_sum else [slice(0, shape[0])]
+        dtype = sums if is_sum else results
+        self.sums = [(p, new((p.stop - p.start, shape[1]), dtype=dtype)) for p in pieces]
+        self.bias = weight.new_zeros(weight.shape[:1] if self.wants_bias else (0,), dtype=compute_dtype(weight))
+
+    def add(self, part: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        if self.wants_hidden and self.rows.index is None:
+            torch.mm(dlogits, weight, out=self.hidden[part])
+        elif self.wants_hidden:
+            self.hidden.index_copy_(0, self.rows.index[part], torch.mm(dlogits, weight))
+        if self.wants_weight:
+            for piece, total in self.sums:
+                _add_product(total, dlogits[:, piece].t(), hidden, overwrite=part.start == 0)
+        if self.wants_bias:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+    def results(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients, that of hidden in the shape of hidden. Called once: the sums are rounded in their place."""
+        if self.wants_weight:
+            weight = _one_after_another([total for _, total in self.sums], self.dtype)
+        else:
+            weight = self.bias.new_empty(0, dtype=self.dtype)
+        return self.hidden.view(shape) if self.wants_hidden else self.hidden, weight, self.bias.to(self.dtype)
+
+
+def _pieces(size: int, count: int) -> list[slice]:
+    """Up to ``count`` pieces of rows, the first no smaller than the others together where there are two."""
+    first = min(_round_up(-(-size // count), SPLIT), size)
+    return [slice(start, min(start + first, size)) for start in range(0, size, max(first, 1))] or [slice(0, 0)]
+
+
+def _one_after_another(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Rows of several tensors as one tensor of a narrower dtype, in the storage of the first: nothing new is allocated.
+
+    An element is written where a wider one was that has been read. That holds for a stretch as long as all before it;
+    the beginning goes by way of a copy.
+    """
+    first = pieces[0]
+    if len(pieces) == 1 and first.dtype == dtype:
+        return first
+    shape = (sum(len(p) for p in pieces), first.shape[1])
+    result = first.new_empty(0, dtype=dtype).set_(first.untyped_storage(), 0, shape, (shape[1], 1))  # type: ignore
+    source, target = first.view(-1), result.view(-1)
+    done = min(SCRATCH, len(source))
+    target[:done].copy_(source[:done].to(dtype))
+    while done < len(source):
+        end = min(2 * done, len(source))
+        target[done:end].copy_(source[done:end])
+        done = end
+    for piece in pieces[1:]:
+        target[done : done + piece.numel()].copy_(piece.view(-1))
+        done += piece.numel()
+    return result
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
+    """total += a @ b with products summed in total's dtype, whatever the dtype of a and b; or total = a @ b."""
+    beta = 0 if overwrite else 1
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, beta=beta)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+
+
+def divides_early(dtype: torch.dtype) -> bool:
+    """Whether gradients are divided by the total in the forward pass; in float16 they would underflow.
+
+    float16 loss scaling arrives with the upstream gradient, and is multiplied in before anything is rounded.
+    """
+    return dtype != torch.float16
+
+
+def _chunks(rows: _Rows, weight: Tensor, bias: Tensor | None, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Each chunk's rows, their hidden states and their logits, which are all in one buffer."""
+    buffer = weight.new_empty((min(step, len(rows)), weight.shape[0]))
+    for start in range(0, len(rows), step):
+        part = slice(start, min(start + step, len(rows)))
+        hidden, out = rows.only(rows.hidden, part), buffer[: part.stop - start]
+        if bias is None:
+            yield part, hidden, torch.mm(hidden, weight.t(), out=out)
+        else:
+            yield part, hidden, torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def forward(
+    kernels: Kernels,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    divisor: Tensor | None,
+    output_mask: list[bool],
+    reduction: str,
+    accum_dtype: torch.dtype | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide, given = compute_dtype(hidden), ce.Options(*options)
+    rows = _Rows(kernels, hidden, weight, labels, given)
+    losses = hidden.new_empty(len(rows), dtype=wide)
+    stats = hidden.new_empty((2, len(rows)), dtype=wide)
+    makes_gradients = reduction != "none" and any(output_mask)
+    early = divides_early(hidden.dtype)
+    wanted = output_mask if makes_gradients else [False] * 3
+    gradients = _Gradients(rows, weight, wanted, accum_dtype or wide, hidden.dtype if early else wide)
+    _, total = kernels.rows.reduce(losses, rows.labels, class_weight, weight.shape[0], given, "none")
+    if reduction == "mean":
+        divisor = total
+    elif divisor is not None:
+        divisor = total.copy_(divisor)
+    one = hidden.new_ones((), dtype=wide)
+    for part, states, logits in _chunks(rows, weight, bias, gradients.step):
+        of_part = (logits, rows.labels[part], class_weight)
+        kernels.rows.losses(*of_part, given, losses[part], stats[:, part])
+        if makes_gradients:
+            kernels.rows.gradients(one, divisor if early else None, *of_part, stats[:, part], given, logits)
+            gradients.add(part, logits, states, weight)
+        del of_part, logits  # or their buffer would stay while the gradients are rounded
+    if reduction == "none":
+        return rows.spread(losses).view(labels.shape), rows.spread(stats), total, *gradients.results(hidden.shape)
+    loss = losses.sum()
+    return loss if divisor is None else loss / divisor, stats.new_empty(0), total, *gradients.results(hidden.shape)
+
+
+def backward(
+    kernels: Kernels,
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    stats: Tensor,
+    output_mask: list[bool],
+    accum_dtype: torch.dtype | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = ce.Options(*options)
+    rows = _Rows(kernels, hidden, weight, labels, given)
+    upstream, stats = rows.only(dloss.reshape(-1)), rows.only(stats, dim=1)
+    gradients = _Gradients(rows, weight, output_mask, accum_dtype or stats.dtype, weight.dtype)
+    for part, states, logits in _chunks(rows, weight, bias, gradients.step):
+        of_part = (logits, rows.labels[part], class_weight, stats[:, part])
+        kernels.rows.gradients(upstream[part], None, *of_part, given, logits)
+        gradients.add(part, logits, states, weight)
+        del of_part, logits
+    return gradients.results(hidden.shape)
