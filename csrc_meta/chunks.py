@@ -18,7 +18,7 @@ from csrc_meta.results import compute_dtype
 FEWEST_CHUNK_ROWS = 2048
 # Below this a chunk's logits are too small to be worth splitting.
 SMALL_CHUNK_BYTES = 64 * 2**20
-SPLIT = 64  # sums are split at a multiple of so many rows, which keeps what GEMMs read aligned
+TILE = 128  # of GEMMs: chunks and parts of sums are a multiple of so many rows
 SCRATCH = 2**24  # elements that are rounded beside their place, so that the rest can be rounded in it
 
 
@@ -41,7 +41,7 @@ def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int, saved
     if rows <= most + hidden * saved // element_size:
         return max(rows, 1)
     chunks = -(-rows // most)
-    return min(_round_up(-(-rows // chunks), SPLIT), most)
+    return min(_round_up(-(-rows // chunks), TILE), most)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -123,10 +123,12 @@ class _Gradients:
         self.bias = weight.new_zeros(weight.shape[:1] if self.wants_bias else (0,), dtype=compute_dtype(weight))
 
     def add(self, part: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        if self.wants_hidden and self.rows.index is None:
-            torch.mm(dlogits, weight, out=self.hidden[part])
-        elif self.wants_hidden:
-            self.hidden.index_copy_(0, self.rows.index[part], torch.mm(dlogits, weight))
+        if self.wants_hidden:
+            index = self.rows.index
+            if index is None:
+                torch.mm(dlogits, weight, out=self.hidden[part])
+            else:
+                self.hidden.index_copy_(0, index[part], torch.mm(dlogits, weight))
         if self.wants_weight:
             for piece, total in self.sums:
                 _add_product(total, dlogits[:, piece].t(), hidden, overwrite=part.start == 0)
@@ -144,7 +146,7 @@ class _Gradients:
 
 def _pieces(size: int, count: int) -> list[slice]:
     """Up to ``count`` pieces of rows, the first no smaller than the others together where there are two."""
-    first = min(_round_up(-(-size // count), SPLIT), size)
+    first = min(_round_up(-(-size // count), TILE), size)
     return [slice(start, min(start + first, size)) for start in range(0, size, max(first, 1))] or [slice(0, 0)]
 
 
@@ -224,11 +226,11 @@ def forward(
     early = divides_early(hidden.dtype)
     wanted = output_mask if makes_gradients else [False] * 3
     gradients = _Gradients(rows, weight, wanted, accum_dtype or wide, hidden.dtype if early else wide)
-    _, total = kernels.rows.reduce(losses, rows.labels, class_weight, weight.shape[0], given, "none")
-    if reduction == "mean":
-        divisor = total
-    elif divisor is not None:
-        divisor = total.copy_(divisor)
+    if divisor is not None:
+        divisor = divisor.to(wide)
+    elif reduction == "mean" and makes_gradients and early:
+        # Again below, where a label out of range stops the device: what is launched after that fails for no reason given.
+        divisor = ce.label_weights(rows.labels, class_weight, given, wide).sum()
     one = hidden.new_ones((), dtype=wide)
     for part, states, logits in _chunks(rows, weight, bias, gradients.step):
         of_part = (logits, rows.labels[part], class_weight)
@@ -237,10 +239,12 @@ def forward(
             kernels.rows.gradients(one, divisor if early else None, *of_part, stats[:, part], given, logits)
             gradients.add(part, logits, states, weight)
         del of_part, logits  # or their buffer would stay while the gradients are rounded
+    loss, total = kernels.rows.reduce(losses, rows.labels, class_weight, weight.shape[0], given, reduction)
     if reduction == "none":
-        return rows.spread(losses).view(labels.shape), rows.spread(stats), total, *gradients.results(hidden.shape)
-    loss = losses.sum()
-    return loss if divisor is None else loss / divisor, stats.new_empty(0), total, *gradients.results(hidden.shape)
+        return rows.spread(loss).view(labels.shape), rows.spread(stats), total, *gradients.results(hidden.shape)
+    if reduction == "sum" and divisor is not None:
+        loss, total = loss / divisor, total.copy_(divisor)
+    return loss, stats.new_empty(0), total, *gradients.results(hidden.shape)
 
 
 def backward(

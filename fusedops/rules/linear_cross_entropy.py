@@ -12,7 +12,6 @@ from fusedops.compiler.match import Match
 from fusedops.compiler.rule import Rule
 from fusedops.rules.cross_entropy import HALVES, NUMBERS, labels_are_indices
 
-
 LOSS = torch.ops.aten.cross_entropy_loss.default
 
 

@@ -69,6 +69,73 @@ def test_linear_cross_entropy_real_size(device, dtype, reduction):
         assert largest_relative_error(a, truth) < bound
 
 
+@pytest.fixture
+def _waits_for_labels(monkeypatch):
+    from fusedops.kernels import linear_cross_entropy
+
+    monkeypatch.setattr(linear_cross_entropy, "WORTH_WAITING", 0)
+
+
+@pytest.mark.usefixtures("_waits_for_labels")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_linear_cross_entropy_leaves_ignored_rows_out_on_a_gpu(device, share, reduction):
+    """Also of large products nothing changes but what is computed."""
+    from fusedops.kernels.linear_cross_entropy import kept_rows
+
+    labels = torch.randint(0, 999, (512,), device=device)
+    labels[torch.rand(512, device=device) < share] = -100
+    kept = (labels != -100).nonzero().squeeze(1)
+    index = kept_rows(labels, -100, 1)
+    assert torch.equal(torch.arange(512, device=device) if index is None else index, kept)
+    hidden, weight = (torch.randn(n, 64, device=device).requires_grad_() for n in (512, 999))
+    case = Sample("", (hidden, weight, labels), {"reduction": "sum" if share == 1.0 else reduction})
+    assert_close_to_eager(functional.linear_cross_entropy, SPECS["linear_cross_entropy"].eager, case)
+
+
+@pytest.mark.usefixtures("_waits_for_labels")
+def test_linear_cross_entropy_waits_for_nothing_while_captured(device):
+    """A captured graph serves labels that nobody knew, however many of them are ignored."""
+    hidden, weight = (torch.randn(n, 64, device=device).requires_grad_() for n in (512, 999))
+    labels = torch.full((512,), 7, device=device)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        loss = functional.linear_cross_entropy(hidden, weight, labels)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    labels[::2] = -100
+    labels[1::2] = torch.randint(0, 999, (256,), device=device)
+    graph.replay()
+    for got, wanted in zip(captured, step(), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accum_dtype", "bytes_of_sum"),
+    [(torch.bfloat16, None, 4), (torch.bfloat16, torch.bfloat16, 2), (torch.float16, None, 4)],
+    ids=["float32 sum", "bfloat16 sum", "float16"],
+)
+def test_linear_cross_entropy_peak_memory(device, dtype, accum_dtype, bytes_of_sum):
+    """The sum of the weight's gradient, a chunk no larger than the weight and hidden's gradient, and nothing beside."""
+    rows, columns, vocabulary = 12288, 2048, 65536
+    hidden = torch.randn(rows, columns, device=device, dtype=dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, columns, device=device) / 45).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (rows,), device=device)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = functional.linear_cross_entropy(hidden, weight, labels, accum_dtype=accum_dtype)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert loss.isfinite()
+    wanted = weight.numel() * (bytes_of_sum + 2) + hidden.numel() * 2
+    # Copies of the first elements that are rounded, labels and statistics.
+    assert 0.9 * wanted < peak < wanted + 2**26 + 2**20
+
+
 @DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
