@@ -214,14 +214,16 @@ def forward(
     class_weight: Tensor | None,
     divisor: Tensor | None,
     output_mask: list[bool],
+    wants_metrics: bool,
     reduction: str,
     accum_dtype: torch.dtype | None,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide, given = compute_dtype(hidden), ce.Options(*options)
     rows = _Rows(kernels, hidden, weight, labels, given)
     losses = hidden.new_empty(len(rows), dtype=wide)
     stats = hidden.new_empty((2, len(rows)), dtype=wide)
+    metrics = hidden.new_empty((4, len(rows)), dtype=wide) if wants_metrics else None
     makes_gradients = reduction != "none" and any(output_mask)
     early = divides_early(hidden.dtype)
     wanted = output_mask if makes_gradients else [False] * 3
@@ -230,21 +232,26 @@ def forward(
         divisor = divisor.to(wide)
     elif reduction == "mean" and makes_gradients and early:
         # Again below, where a label out of range stops the device: what is launched after that fails for no reason given.
-        divisor = ce.label_weights(rows.labels, class_weight, given, wide).sum()
+        divisor = ce.label_weights(rows.labels, class_weight, given.ignore_index, wide).sum()
     one = hidden.new_ones((), dtype=wide)
     for part, states, logits in _chunks(rows, weight, bias, gradients.step):
         of_part = (logits, rows.labels[part], class_weight)
-        kernels.rows.losses(*of_part, given, losses[part], stats[:, part])
+        kernels.rows.losses(
+            *of_part, given, losses[part], stats[:, part], None if metrics is None else metrics[:, part]
+        )
         if makes_gradients:
             kernels.rows.gradients(one, divisor if early else None, *of_part, stats[:, part], given, logits)
             gradients.add(part, logits, states, weight)
         del of_part, logits  # or their buffer would stay while the gradients are rounded
     loss, total = kernels.rows.reduce(losses, rows.labels, class_weight, weight.shape[0], given, reduction)
     if reduction == "none":
-        return rows.spread(loss).view(labels.shape), rows.spread(stats), total, *gradients.results(hidden.shape)
+        loss, stats = rows.spread(loss).view(labels.shape), rows.spread(stats)
+    else:
+        stats = stats.new_empty(0)
     if reduction == "sum" and divisor is not None:
         loss, total = loss / divisor, total.copy_(divisor)
-    return loss, stats.new_empty(0), total, *gradients.results(hidden.shape)
+    of_rows = stats.new_empty(0) if metrics is None else rows.spread(metrics)
+    return loss, stats, of_rows, total, *gradients.results(hidden.shape)
 
 
 def backward(

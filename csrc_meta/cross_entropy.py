@@ -141,28 +141,39 @@ def mapped(x: Tensor, options: Options) -> tuple[Tensor, Tensor | float]:
     return softcap * tanh, scale * (1.0 - tanh * tanh)
 
 
-def label_weights(labels: Tensor, weight: Tensor | None, options: Options, dtype: torch.dtype) -> Tensor:
+def label_weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """w_label of each row, 0 where ignored."""
-    ignored = labels == options.ignore_index
+    ignored = labels == ignore_index
     if weight is None:
         return ignored.logical_not().to(dtype)
     return F.pad(weight.to(dtype), (0, 1))[labels.masked_fill(ignored, len(weight)).long()]
 
 
 def row_losses_ref(
-    logits: Tensor, labels: Tensor, weight: Tensor | None, options: Options, losses: Tensor, stats: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    options: Options,
+    losses: Tensor,
+    stats: Tensor,
+    metrics: Tensor | None = None,
 ) -> None:
-    """Write each row's loss, zero where ignored, and its statistics (2, T): m = max(z), log(sum(exp(z - m)))."""
+    """Write each row's loss, zero where ignored, and its statistics (2, T): m = max(z), log(sum(exp(z - m))).
+
+    ``metrics`` (4, T), where given, gets log(p_label), the entropy -sum_j p_j log(p_j), 1 if no z_j is above z_label and
+    none before it is equal, and lse; zeros where ignored.
+    """
     if logits.shape[1] == 0:
-        losses.zero_()
-        stats.zero_()
+        for t in (losses, stats, metrics):
+            if t is not None:
+                t.zero_()
         return
     z, _ = mapped(logits.to(stats.dtype), options)
     maximum = z.amax(1)
     log_sum = (z - maximum.unsqueeze(1)).exp().sum(1).log()
     surprise = log_sum.unsqueeze(1) - (z - maximum.unsqueeze(1))  # lse - z
     ignored = labels == options.ignore_index
-    of_label = label_weights(labels, weight, options, stats.dtype)
+    of_label = label_weights(labels, weight, options.ignore_index, stats.dtype)
     loss = of_label * surprise.gather(1, labels.masked_fill(ignored, 0).long().unsqueeze(1)).squeeze(1)
     if options.label_smoothing:
         of_all = (surprise if weight is None else surprise * weight.to(stats.dtype)).mean(1)
@@ -171,13 +182,20 @@ def row_losses_ref(
         loss = loss + options.z_loss * of_label * (maximum + log_sum).square()
     losses.copy_(loss.masked_fill(ignored, 0.0))
     stats.copy_(torch.stack((maximum, log_sum)))
+    if metrics is not None:
+        known = labels.masked_fill(ignored, 0).long()
+        log_prob = -surprise.gather(1, known.unsqueeze(1)).squeeze(1)
+        # Of no probability there is no surprise: 0 * inf counts nothing.
+        entropy = torch.where(z.isneginf(), 0.0, (-surprise).exp() * surprise).sum(1)
+        values = torch.stack((log_prob, entropy, (z.argmax(1) == known).to(z.dtype), maximum + log_sum))
+        metrics.copy_(values.masked_fill(ignored, 0.0))
 
 
 def reduce_ref(
     losses: Tensor, labels: Tensor, weight: Tensor | None, vocabulary: int, options: Options, reduction: str
 ) -> tuple[Tensor, Tensor]:
     """The loss, and the sum of w_label that a mean divides by: over no row at all it is 0 / 0 = NaN, as in eager."""
-    total = label_weights(labels, weight, options, losses.dtype).sum()
+    total = label_weights(labels, weight, options.ignore_index, losses.dtype).sum()
     if reduction == "none":
         return losses, total
     return losses.sum() / total if reduction == "mean" else losses.sum(), total
@@ -204,7 +222,7 @@ def row_gradients_ref(
     ignored = labels == options.ignore_index
     z, slope = mapped(logits.to(stats.dtype), options)
     probability = (z - stats[0].unsqueeze(1) - stats[1].unsqueeze(1)).exp()
-    of_label = label_weights(labels, weight, options, stats.dtype)
+    of_label = label_weights(labels, weight, options.ignore_index, stats.dtype)
     of_all = stats.new_ones(vocabulary) if weight is None else weight.to(stats.dtype)
     mass = (1.0 - smoothing) * of_label + smoothing * of_all.mean()
     mass = mass + 2.0 * options.z_loss * of_label * (stats[0] + stats[1])

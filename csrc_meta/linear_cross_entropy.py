@@ -75,6 +75,7 @@ def _check_forward(
     class_weight: Tensor | None,
     divisor: Tensor | None,
     output_mask: list[bool],
+    wants_metrics: bool,
     reduction: str,
     accum_dtype: torch.dtype | None,
     *options: Any,
@@ -131,16 +132,18 @@ def linear_cross_entropy_fake(
     class_weight: Tensor | None,
     divisor: Tensor | None,
     output_mask: list[bool],
+    wants_metrics: bool,
     reduction: str,
     accum_dtype: torch.dtype | None,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = compute_dtype(hidden)
     kept = hidden.dtype if chunks.divides_early(hidden.dtype) else wide
     wanted = output_mask if reduction != "none" else [False] * 3
     return (
         hidden.new_empty(labels.shape if reduction == "none" else (), dtype=wide),
         hidden.new_empty((2, labels.numel()) if reduction == "none" else (0,), dtype=wide),
+        hidden.new_empty((4, labels.numel()) if wants_metrics else (0,), dtype=wide),
         hidden.new_empty((), dtype=wide),
         hidden.new_empty(hidden.shape if wanted[0] else (0,)),
         hidden.new_empty(weight.shape if wanted[1] else (0,), dtype=kept),
@@ -172,10 +175,10 @@ def _scale_fake(factor: Tensor, gradients: list[Tensor], dtype: torch.dtype) -> 
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    hidden, weight, labels, bias, class_weight, divisor, _, ctx.reduction, *ctx.options = inputs
+    hidden, weight, labels, bias, class_weight, divisor, _, _, ctx.reduction, *ctx.options = inputs
     ce.refuse_trained("linear_cross_entropy", "class_weight", ctx.needs_input_grad[4])
     ce.refuse_trained("linear_cross_entropy", "divisor", ctx.needs_input_grad[5])
-    _, stats, total, *gradients = output
+    _, stats, _, total, *gradients = output
     if ctx.reduction == "none":
         ctx.save_for_backward(hidden, weight, labels, bias, class_weight, stats)
     else:
@@ -188,7 +191,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dloss, *_):
     mask = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    of_options = (None,) * (2 + len(ctx.options))  # output_mask and reduction among them
+    of_options = (None,) * (3 + len(ctx.options))  # output_mask, wants_metrics and reduction among them
     if dloss is None:
         return (None,) * 6 + of_options
     if ctx.reduction == "none":
@@ -217,27 +220,42 @@ def _backward(ctx, dloss, *_):
     return dhidden, dweight, None, dbias, None, None, *of_options
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    divisor: Tensor | None = None,
-    accum_dtype: torch.dtype | None = None,
-) -> Tensor:
-    options = ce.Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+def _forward(hidden, weight, labels, bias, wants_metrics, options) -> tuple[Tensor, ...]:
+    """The outputs of the forward operator for the keyword arguments that the operators below share."""
+    reduction, tensors = options["reduction"], (options["class_weight"], options["divisor"])
     # Gradients are made in the forward pass, and only those that a backward pass may ask for.
     recording = torch.is_grad_enabled()
     mask = [recording and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    return _forward_op(hidden, weight, labels, bias, class_weight, divisor, mask, reduction, accum_dtype, *options)[0]
+    others = (mask, wants_metrics, reduction, options["accum_dtype"], *(options[n] for n in ce.Options._fields))
+    return _forward_op(hidden, weight, labels, bias, *tensors, *others)
+
+
+DEFAULTS = {"class_weight": None, "divisor": None, "reduction": "mean", "accum_dtype": None}
+DEFAULTS |= ce.Options._field_defaults
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    return _forward(hidden, weight, labels, bias, False, DEFAULTS | options)[0]
+
+
+def linear_cross_entropy_with_metrics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The loss, then log(p_label) and entropy of each row, the share of rows whose label is the argmax, the z-loss."""
+    given = DEFAULTS | options
+    loss, _, metrics, *_ = _forward(hidden, weight, labels, bias, True, given)
+    log_probs, entropy, correct, lse = (row.view(labels.shape) for row in metrics.detach().unbind())
+    kept = labels != given["ignore_index"]
+    accuracy = correct.sum() / kept.sum()
+    flat = labels.reshape(-1)
+    of_label = ce.label_weights(flat, given["class_weight"], given["ignore_index"], lse.dtype).view(labels.shape)
+    penalty = given["z_loss"] * of_label * lse.square()
+    if given["reduction"] != "none":
+        divisor = of_label.sum() if given["reduction"] == "mean" else given["divisor"]
+        penalty = penalty.sum() if divisor is None else penalty.sum() / divisor
+    return loss, log_probs, entropy, accuracy, penalty.to(lse.dtype)
 
 
 def _autocast(dtype: torch.dtype, hidden, weight, labels, bias=None, **kwargs):
@@ -254,7 +272,9 @@ def _gemm_flops(hidden: torch.Size, weight: torch.Size) -> int:
     return 2 * hidden.numel() * weight[0]
 
 
-def _forward_flops(hidden, weight, labels, bias, class_weight, divisor, mask, reduction, *options, **kwargs) -> int:
+def _forward_flops(
+    hidden, weight, labels, bias, class_weight, divisor, mask, wants_metrics, reduction, *options, **kwargs
+) -> int:
     gemms = 1 + (mask[0] + mask[1] if reduction != "none" else 0)
     return gemms * _gemm_flops(hidden, weight)
 
@@ -265,8 +285,8 @@ def _backward_flops(dloss, hidden, weight, labels, bias, class_weight, stats, ma
 
 _forward_op = primitive(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? class_weight,"
-    f" Tensor? divisor, bool[3] output_mask, str reduction, ScalarType? accum_dtype, {ce.OPTIONS_SCHEMA})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? divisor, bool[3] output_mask, bool wants_metrics, str reduction, ScalarType? accum_dtype,"
+    f" {ce.OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check_forward,
     fake=linear_cross_entropy_fake,
     reference=linear_cross_entropy_ref,
@@ -297,11 +317,15 @@ _scale_op_ = primitive(
     reference=linear_cross_entropy_scale_ref_,
     flops=no_flops,
 )
-operator = composite(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, Tensor? class_weight=None,"
+_ARGUMENTS = (
+    "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, Tensor? class_weight=None,"
     " int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float? softcap=None,"
-    " float logit_scale=1.0, float z_loss=0.0, Tensor? divisor=None, ScalarType? accum_dtype=None) -> Tensor",
-    linear_cross_entropy,
+    " float logit_scale=1.0, float z_loss=0.0, Tensor? divisor=None, ScalarType? accum_dtype=None"
+)
+operator = composite(f"linear_cross_entropy({_ARGUMENTS}) -> Tensor", linear_cross_entropy, autocast=_autocast)
+operator_with_metrics = composite(
+    f"linear_cross_entropy_with_metrics({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    linear_cross_entropy_with_metrics,
     autocast=_autocast,
 )
 

@@ -1,6 +1,7 @@
 """The operators as functions, for models of one's own. Leading arguments are positional, the rest are keywords."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,13 @@ import csrc_meta.rotary_embedding
 import csrc_meta.swiglu
 
 __all__ = [
+    "LossMetrics",
     "add_rms_norm",
     "cross_entropy",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_cross_entropy_with_metrics",
     "rms_norm",
     "rotary_embedding",
     "swiglu",
@@ -348,8 +351,7 @@ def linear_cross_entropy(
     Source:
         arXiv 2410.10989, section 3.2 (fused linear cross entropy); ForCausalLMLoss of transformers.
     """
-    if divisor is not None and not isinstance(divisor, Tensor):
-        divisor = torch.full((), divisor, dtype=torch.float64, device=hidden.device)
+    divisor = _as_tensor(divisor, hidden)
     return csrc_meta.linear_cross_entropy.operator(
         hidden,
         weight,
@@ -365,3 +367,45 @@ def linear_cross_entropy(
         divisor=divisor,
         accum_dtype=accum_dtype,
     )
+
+
+def _as_tensor(number: Tensor | float | None, like: Tensor) -> Tensor | None:
+    if number is None or isinstance(number, Tensor):
+        return number
+    return torch.full((), number, dtype=torch.float64, device=like.device)
+
+
+class LossMetrics(NamedTuple):
+    """What a loss says beside its value. Nothing of it is differentiable.
+
+    Attributes:
+        log_probs: log(p) of each label, 0 where it is ignored; the shape of labels.
+        entropy: -sum_j p_j log(p_j) of each row, 0 where it is ignored; the shape of labels.
+        accuracy: share of the rows not ignored whose label has the largest logit, and is the first that has; ().
+        z_loss: the part of the loss that is z-loss, reduced and divided as the loss is.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    accuracy: Tensor
+    z_loss: Tensor
+
+
+def linear_cross_entropy_with_metrics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
+) -> tuple[Tensor, LossMetrics]:
+    """:func:`linear_cross_entropy` and metrics of its logits, in the same pass over them.
+
+    Args:
+        hidden, weight, labels, bias, options: those of :func:`linear_cross_entropy`.
+
+    Returns:
+        The loss, with the gradients that it has without metrics, and the metrics in its dtype. They are of the logits
+        that the loss is of, after softcap and scale. A mean over no row is NaN.
+    """
+    unknown = options.keys() - csrc_meta.linear_cross_entropy.DEFAULTS.keys()
+    if unknown:
+        raise TypeError(f"linear_cross_entropy_with_metrics: unknown options {sorted(unknown)}")
+    options["divisor"] = _as_tensor(options.get("divisor"), hidden)
+    loss, *metrics = csrc_meta.linear_cross_entropy.operator_with_metrics(hidden, weight, labels, bias, **options)
+    return loss, LossMetrics(*metrics)

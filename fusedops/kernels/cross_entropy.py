@@ -51,7 +51,16 @@ def _map(x, SOFTCAP: tl.constexpr, SCALE: tl.constexpr):
     return z, slope
 
 
-@triton.jit(do_not_specialize=["stats_stride", "ignore_index"])
+@triton.jit
+def _of_label(logits_ptr, label, V, SOFTCAP: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr):
+    """z_label of a row; NaN for a label out of range, at which the reduction of all rows stops the device."""
+    z = tl.load(logits_ptr + label, mask=(label >= 0) & (label < V), other=float("nan")).to(WIDE)
+    if SOFTCAP is not None or SCALE != 1.0:
+        z, _ = _map(z, SOFTCAP, SCALE)
+    return z
+
+
+@triton.jit(do_not_specialize=["stats_stride", "metrics_stride", "ignore_index"])
 def cross_entropy_fwd_kernel(
     logits_ptr,
     logits_stride_t,
@@ -61,6 +70,8 @@ def cross_entropy_fwd_kernel(
     losses_ptr,
     stats_ptr,
     stats_stride,
+    metrics_ptr,
+    metrics_stride,
     V,
     ignore_index,
     SMOOTHING: tl.constexpr,
@@ -71,8 +82,9 @@ def cross_entropy_fwd_kernel(
 ):
     """loss = (1 - s) * w_label * (lse - z_label) + s / V * sum_j w_j * (lse - z_j) + Z_LOSS * w_label * lse^2.
 
-    stats (2, T) = m, log_sum; lse = m + log_sum is never formed where a difference with it is wanted. Grid: T. Tile:
-    BLOCK_V, walked once along the row with a running maximum. Ignored rows are not read.
+    stats (2, T) = m, log_sum; lse = m + log_sum is never formed where a difference with it is wanted. metrics (4, T) =
+    log(p_label), log_sum - sum_j p_j * (z_j - m), whether label is the first of the largest, lse. Grid: T. Tile: BLOCK_V,
+    walked once along the row with a running maximum. Ignored rows are not read.
     """
     WIDE: tl.constexpr = losses_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -82,11 +94,17 @@ def cross_entropy_fwd_kernel(
         tl.store(losses_ptr + row, zero)
         tl.store(stats_ptr + row, zero)
         tl.store(stats_ptr + stats_stride + row, zero)
+        if metrics_ptr is not None:
+            tl.store(metrics_ptr + tl.arange(0, 4) * metrics_stride + row, tl.zeros((4,), WIDE))
     else:
         logits_ptr += row * logits_stride_t
         maximum = zero - float("inf")
         total = zero
         weighted_sum = zero  # of w_j * z_j
+        moment = zero  # of exp(z_j - m) * (z_j - m)
+        ahead = tl.zeros((), tl.int32)  # of label: larger, or equal and before it
+        if metrics_ptr is not None:
+            z_label = _of_label(logits_ptr, label, V, SOFTCAP, SCALE, WIDE)
         for start in range(0, V, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             z = tl.load(logits_ptr + columns, mask=columns < V, other=-float("inf")).to(WIDE)
@@ -96,6 +114,12 @@ def cross_entropy_fwd_kernel(
             larger = tl.maximum(maximum, tl.max(z, 0))
             # -inf - -inf is NaN: until the first finite logit there is nothing to subtract.
             base = tl.where(larger == -float("inf"), 0.0, larger)
+            if metrics_ptr is not None:
+                shift = tl.where(maximum == -float("inf"), 0.0, maximum - base)
+                difference = tl.where(z == -float("inf"), 0.0, z - base)
+                moment = (moment + shift * total) * tl.exp(maximum - base)
+                moment += tl.sum(tl.exp(z - base) * difference, 0)
+                ahead += tl.sum(((z > z_label) | ((z == z_label) & (columns < label))).to(tl.int32), 0)
             total = total * tl.exp(maximum - base) + tl.sum(tl.exp(z - base), 0)
             maximum = larger
             if SMOOTHING != 0.0:
@@ -104,13 +128,16 @@ def cross_entropy_fwd_kernel(
                     part *= tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(WIDE)
                 weighted_sum += tl.sum(tl.where(columns < V, part, 0.0), 0)
         log_sum = tl.log(total)
-        known = (label >= 0) & (label < V)
-        z_label = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(WIDE)
-        if SOFTCAP is not None or SCALE != 1.0:
-            z_label, _ = _map(z_label, SOFTCAP, SCALE)
+        if metrics_ptr is None:
+            z_label = _of_label(logits_ptr, label, V, SOFTCAP, SCALE, WIDE)
         loss = log_sum - (z_label - maximum)
+        if metrics_ptr is not None:
+            tl.store(metrics_ptr + row, -loss)
+            tl.store(metrics_ptr + metrics_stride + row, log_sum - moment / total)
+            tl.store(metrics_ptr + 2 * metrics_stride + row, (ahead == 0).to(WIDE))
+            tl.store(metrics_ptr + 3 * metrics_stride + row, maximum + log_sum)
         if weight_ptr is not None:
-            of_label = tl.load(weight_ptr + label, mask=known, other=0.0).to(WIDE)
+            of_label = tl.load(weight_ptr + label, mask=(label >= 0) & (label < V), other=0.0).to(WIDE)
             loss *= of_label
         if SMOOTHING != 0.0:
             mean = weighted_sum / tl.cast(V, WIDE)
@@ -266,12 +293,18 @@ def _weights(weight: Tensor | None, options: ce.Options, stats: Tensor) -> tuple
 
 
 def row_losses(
-    logits: Tensor, labels: Tensor, weight: Tensor | None, options: ce.Options, losses: Tensor, stats: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    options: ce.Options,
+    losses: Tensor,
+    stats: Tensor,
+    metrics: Tensor | None = None,
 ) -> None:
     """As csrc_meta.cross_entropy.row_losses_ref, but that ignored rows have zero statistics."""
     rows, vocabulary = logits.shape
     tensors = (*as_rows(logits), labels.contiguous(), *_weights(weight, options, stats))
-    results = (losses, stats, stats.stride(0))
+    results = (losses, stats, stats.stride(0), metrics, 0 if metrics is None else metrics.stride(0))
     sizes = (vocabulary, options.ignore_index)
     launch(cross_entropy_fwd_kernel, rows, logits, *tensors, *results, *sizes, **_constants(options))
 

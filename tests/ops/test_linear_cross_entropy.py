@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from csrc_meta import SPECS, Sample, chunks, linear_cross_entropy
+from csrc_meta import SPECS, Sample, chunks, cross_entropy, linear_cross_entropy
 from csrc_meta.errors import LabelOutOfRangeError, UnsupportedDtypeError, UnsupportedInputError
+from csrc_meta.results import compute_dtype
 from fusedops import functional
 from tests.ops.compare import Recorder, assert_bounded, assert_close_to_eager, rejection, run, snapshot
 
@@ -320,6 +321,80 @@ def test_linear_cross_entropy_autocast(device, bias):
         # Values are float32, rounding is bfloat16's: eager's error, and one step for the interpreter's truncation.
         assert_bounded("autocast", a, b, c, slack=2.0**-7)
     assert abs(got.output - truth.output) > 1e-6, "the projection ran in float32"
+
+
+def _metrics(hidden, weight, labels, bias=None, **options):
+    """Of all logits at once, as anyone would write it."""
+    logits = F.linear(hidden, weight, bias)
+    z, _ = cross_entropy.mapped(logits.to(compute_dtype(hidden)), cross_entropy.Options(-100, 0.0, **options))
+    log_p = z.log_softmax(-1)
+    kept = labels != -100
+    index = labels.masked_fill(~kept, 0)
+    log_probs = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1) * kept
+    entropy = -(log_p.exp() * log_p).sum(-1) * kept
+    return log_probs, entropy, ((z.argmax(-1) == index) & kept).sum() / kept.sum(), z.logsumexp(-1).square() * kept
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "logit_scale": 1.5, "z_loss": 0.01}], ids=["plain", "all"])
+@pytest.mark.usefixtures("small_chunks")
+def test_linear_cross_entropy_metrics(device, dtype, options, reduction):
+    case = sample(device, rows=20, dtype=dtype, bias=True, weighted=True, reduction=reduction, **options)
+    case.args[0].data.mul_(5.0)
+    # Some labels are the likeliest.
+    logits = F.linear(*_double(case.args)[:2], _double(case.args)[3])
+    case.args[2][1:8:3] = logits.argmax(-1)[1:8:3]
+    loss, metrics = functional.linear_cross_entropy_with_metrics(*case.args, **case.kwargs)
+    log_probs, entropy, accuracy, squares = _metrics(*_double(case.args), **options)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
+    torch.testing.assert_close(metrics.log_probs.double(), log_probs, **tolerance)
+    torch.testing.assert_close(metrics.entropy.double(), entropy, **tolerance)
+    if dtype == torch.float32:
+        assert metrics.accuracy == accuracy.float() and 0 < accuracy < 1
+    of_label = case.kwargs["class_weight"][case.args[2].clamp(min=0)] * (case.args[2] != -100)
+    z_loss = options.get("z_loss", 0.0) * squares * of_label
+    if reduction != "none":
+        z_loss = z_loss.sum() / (of_label.double().sum() if reduction == "mean" else 1.0)
+    torch.testing.assert_close(metrics.z_loss.double(), z_loss, **tolerance)
+    assert not any(m.requires_grad for m in metrics)
+    # The loss and its gradients are those without metrics.
+    plain = functional.linear_cross_entropy(*case.args, **case.kwargs)
+    leaves = [case.args[i] for i in (0, 1, 3)]
+    gradients = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (loss, plain)]
+    assert torch.equal(loss, plain) and all(map(torch.equal, *gradients))
+
+
+def test_linear_cross_entropy_metrics_of_equal_and_infinite_logits(device):
+    """Of equal logits the first is the argmax; what can't occur adds nothing to the entropy."""
+    hidden, weight = torch.eye(4, device=device), torch.zeros(6, 4, device=device)
+    weight[:, 1] = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -torch.inf], device=device)
+    labels = torch.tensor([0, 1, -100, 2], device=device)
+    _, metrics = functional.linear_cross_entropy_with_metrics(hidden, weight, labels, bias)
+    assert abs(metrics.accuracy - 2 / 3) < 1e-6
+    torch.testing.assert_close(metrics.entropy[[0, 3]], torch.tensor(5.0, device=device).log().expand(2))
+    assert metrics.entropy[2] == metrics.log_probs[2] == 0.0
+
+
+def test_linear_cross_entropy_metrics_under_compile(device):
+    case = sample(device, reduction="sum", divisor=torch.tensor(5, device=device), z_loss=0.1)
+
+    def function(*args):
+        return functional.linear_cross_entropy_with_metrics(*args, **case.kwargs)
+
+    (loss, metrics), (wanted, expected) = (
+        torch.compile(function, backend="aot_eager", fullgraph=True)(*case.args),
+        function(*case.args),
+    )
+    loss.backward()
+    for got, other in zip((loss, *metrics), (wanted, *expected), strict=True):
+        torch.testing.assert_close(got, other)
+
+
+def test_linear_cross_entropy_metrics_reject_unknown_options():
+    with pytest.raises(TypeError, match="label_smothing"):
+        functional.linear_cross_entropy_with_metrics(HIDDEN, WEIGHT, LABELS, label_smothing=0.1)
 
 
 def _double(args):

@@ -24,6 +24,7 @@ def cases(launchers: Any) -> Cases:
         dtype: torch.dtype,
         weight_dtype: torch.dtype | None = None,
         labels_dtype: torch.dtype = torch.int64,
+        with_metrics: bool = False,
         **options: Any,
     ):
         logits = torch.empty(ROWS, vocabulary, dtype=dtype)
@@ -31,7 +32,8 @@ def cases(launchers: Any) -> Cases:
         weight = torch.ones(vocabulary, dtype=weight_dtype) if weight_dtype else None
         losses = torch.empty(ROWS, dtype=compute_dtype(logits))
         stats, given = losses.new_empty(2, ROWS), Options(**options)
-        launchers.row_losses(logits, labels, weight, given, losses, stats)
+        metrics = losses.new_empty(4, ROWS) if with_metrics else None
+        launchers.row_losses(logits, labels, weight, given, losses, stats, metrics)
         for reduction in REDUCTIONS:
             launchers.reduce(losses, labels, weight, vocabulary, given, reduction)
         scalar = losses.new_empty(())
@@ -47,4 +49,6 @@ def cases(launchers: Any) -> Cases:
         label = f"128256 {short(dtype)} weights"
         yield label, lambda d=dtype: case(128256, d, torch.float32)
         yield f"{label}, all options", lambda d=dtype: case(128256, d, torch.float32, **OPTIONS["all"])
+        yield f"128256 {short(dtype)} metrics", lambda d=dtype: case(128256, d, with_metrics=True)
+    yield "50257 bf16 metrics", lambda: case(50257, torch.bfloat16, with_metrics=True, **OPTIONS["all"])
     yield "128256 bf16 int32 labels", lambda: case(128256, torch.bfloat16, labels_dtype=torch.int32)
