@@ -1,0 +1,101 @@
+"""The record of bench.frontier as a table of what the operator takes and a figure of what it could have taken."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from bench.sweep_figures import caption
+
+COLOURS = {"float32": "#000000", "bfloat16": "#0072B2"}
+PAPER = "#D55E00"
+FIGURE = "frontier.png"
+
+
+def table(record: dict[str, Any]) -> Table:
+    """The chunks that the operator takes by itself."""
+    names = (
+        "tokens x hidden x vocabulary",
+        "sums in",
+        "rows",
+        "ms",
+        "of floor",
+        "peak GiB",
+        "error",
+        "60 % ignored",
+        "eval",
+    )
+    result = Table(*names, title="linear_cross_entropy with the chunks it takes", title_justify="left")
+    for case in record["cases"]:
+        label = "x".join(map(str, case["shape"]))
+        for sums, point in case["taken"].items():
+            cells = [label, sums, str(point["rows"]), f"{point['median']:.2f}"]
+            cells += [f"{point['median'] / case['floor_ms']:.3f}", f"{point['peak_mib'] / 1024:.2f}"]
+            cells.append(f"{point['error_ratio']:.2f}")
+            if sums == "float32":
+                cells.append(f"{case['ignored_ms'] / case['uncaptured_ms']:.2f} of the time")
+                cells.append(
+                    f"{case['eval_ms'] / case['product_ms']:.3f} of a product, {case['eval_peak_mib']:.0f} MiB"
+                )
+            result.add_row(*cells, *[""] * (len(names) - len(cells)))
+    for shape in record["not_run"]:
+        result.add_row("x".join(map(str, shape)), "not run", *[""] * (len(names) - 2))
+    return result
+
+
+def draw(record: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Write the figure; answers with a line for the reader."""
+    try:
+        import matplotlib
+    except ImportError:
+        yield "No figure: matplotlib is not installed."
+        return
+    if not record["cases"]:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = record["cases"]
+    size = (3.6 * len(cases), 7.5)
+    figure, grid = pyplot.subplots(2, len(cases), figsize=size, layout="constrained", squeeze=False)
+    lines: dict[str, Any] = {}
+    for (above, below), case in zip(grid.T, cases, strict=True):
+        for axes, y in ((above, lambda p, c=case: p["median"] / c["floor_ms"]), (below, lambda p: p["error_ratio"])):
+            lines |= _curves(axes, case, y)
+            axes.set_xlabel("peak memory beyond the inputs, GiB")
+            axes.grid(visible=True, alpha=0.25)
+        above.set_title("x".join(map(str, case["shape"])), fontsize=10)
+    grid[0, 0].set_ylabel("time, of three bare products")
+    grid[1, 0].set_ylabel("error of the weight's gradient,\nof one product's")
+    figure.suptitle(f"Chunks of linear_cross_entropy, labelled with their rows\n{caption(record)}", fontsize=11)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)
+    figure.savefig(folder / FIGURE, dpi=130)
+    pyplot.close(figure)
+    yield f"Figure: {folder / FIGURE}"
+
+
+def _curves(axes: Any, case: dict[str, Any], y: Any) -> dict[str, Any]:
+    lines: dict[str, Any] = {}
+    for sums, colour in COLOURS.items():
+        points = [p for p in case["points"] if p["accum_dtype"] == sums]
+        xs, ys = [p["peak_mib"] / 1024 for p in points], [y(p) for p in points]
+        (lines[f"sums in {sums}"],) = axes.plot(xs, ys, color=colour, marker=".")
+        for point, at in zip(points, zip(xs, ys, strict=True), strict=True):
+            axes.annotate(str(point["rows"]), at, fontsize=6, xytext=(2, 2), textcoords="offset points")
+        paper = [p for p in points if p["rows"] == case["paper_rows"]]
+        for p in paper:
+            mark = axes.plot(p["peak_mib"] / 1024, y(p), color=PAPER, marker="v", linestyle="none")
+            (lines["rows by the paper's formula"],) = mark
+        taken = case["taken"][sums]
+        mark = axes.plot(
+            taken["peak_mib"] / 1024,
+            y(taken),
+            color=colour,
+            marker="o",
+            markerfacecolor="none",
+            markersize=10,
+            ls="none",
+        )
+        (lines[f"taken, sums in {sums}"],) = mark
+    return lines
