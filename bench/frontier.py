@@ -2,9 +2,9 @@
 
 Usage: python -m bench.frontier [--output DIR] [--seconds S]
 
-At each size every chunk that is a power of two is measured, with sums in float32 and in bfloat16, beside the chunk that
-the operator takes by itself and the one of the paper's formula; then the operator with 60 % of the labels ignored, and
-without gradients. The floor is three bare matrix products, or one where there are no gradients.
+At each size every chunk that is a power of two is measured, with sums in float32 and in bfloat16; the one that the
+operator takes by itself and the one of the paper's formula are among them. Then the operator with 60 % of the labels
+ignored, and without gradients. The floor is three bare matrix products, or one where there are no gradients.
 """
 
 import sys
@@ -43,16 +43,11 @@ IGNORED = 0.6
 OPERATOR = linear_cross_entropy.OPERATOR
 
 
-def paper_rows(rows: int, hidden: int, vocabulary: int) -> int:
-    """Rows of a chunk by arXiv 2410.10989, section 3.2: as many chunks as the vocabulary has hidden sizes."""
-    inputs = -(-vocabulary // hidden)
-    return min(1 << max(-(-rows // inputs) - 1, 0).bit_length(), rows)
-
-
 def chunk_sizes(shape: Shape) -> list[int]:
-    rows, hidden, vocabulary = shape
+    rows = shape[0]
     powers = [1 << i for i in range(rows.bit_length()) if FEWEST_ROWS <= 1 << i < rows]
-    return sorted({paper_rows(rows, hidden, vocabulary), *powers, rows})
+    taken = [frontier_figure.taken_rows(shape, str(sums)) for sums in SUMS]
+    return sorted({frontier_figure.paper_rows(shape), *taken, *powers, rows})
 
 
 def measure(shape: Shape, setting: case.Setting) -> dict[str, Any]:
@@ -68,10 +63,6 @@ def measure(shape: Shape, setting: case.Setting) -> dict[str, Any]:
     whole = next(p["error"] for p in record["points"] if p["rows"] == shape[0])
     for point in record["points"]:
         point["error_ratio"] = point["error"] / whole
-    record["taken"] = {
-        point["accum_dtype"]: point for point in (_taken(inputs, truth, whole, sums, setting) for sums in SUMS)
-    }
-    record["paper_rows"] = paper_rows(*shape)
     del truth
     return record | _with_ignored(inputs, setting) | _without_gradients(inputs, setting)
 
@@ -82,31 +73,16 @@ def _points(shape: Shape) -> Iterator[tuple[int, torch.dtype]]:
         yield from ((rows, sums) for rows in chunk_sizes(shape) if rows < shape[0] or sums is SUMS[0])
 
 
-def _point(
-    inputs: Inputs, truth: Tensor, rows: int | None, sums: torch.dtype, setting: case.Setting
-) -> dict[str, float]:
-    """Time, memory and error with so many rows to a chunk; None for as many as the operator takes."""
+def _point(inputs: Inputs, truth: Tensor, rows: int, sums: torch.dtype, setting: case.Setting) -> dict[str, Any]:
+    """Time, memory and error with so many rows to a chunk."""
     function = partial(functional.linear_cross_entropy, accum_dtype=sums)
-    taken: list[int] = []
-
-    def given(*args: Any) -> int:
-        taken.append(rule(*args) if rows is None else rows)
-        return taken[-1]
-
-    rule = chunks.chunk_rows
-    with mock.patch.object(chunks, "chunk_rows", given):
+    with mock.patch.object(chunks, "chunk_rows", return_value=rows):
         _, _, dweight = inputs.forward_backward(function)
         error = float((dweight.float() - truth).norm() / truth.norm())
         del dweight
         timing = setting.timer.device(lambda i: inputs.forward_backward(function), 1)
         peak = setting.timer.peak_mib(lambda i: inputs.forward_backward(function))
-    return {"rows": taken[-1], **asdict(timing), "peak_mib": peak, "error": error}
-
-
-def _taken(inputs: Inputs, truth: Tensor, whole: float, sums: torch.dtype, setting: case.Setting) -> dict[str, Any]:
-    point: dict[str, Any] = {"accum_dtype": str(sums).removeprefix("torch.")}
-    point |= _point(inputs, truth, None, sums, setting)
-    return point | {"error_ratio": point["error"] / whole}
+    return {**asdict(timing), "peak_mib": peak, "error": error}
 
 
 def _with_ignored(inputs: Inputs, setting: case.Setting) -> dict[str, Any]:

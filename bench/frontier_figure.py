@@ -1,16 +1,39 @@
 """The record of bench.frontier as a table of what the operator takes and a figure of what it could have taken."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from bench.sweep_figures import caption
+from csrc_meta.chunks import chunk_rows
 
+ELEMENT_SIZE = 2  # of bfloat16 hidden states and weights
 COLOURS = {"float32": "#000000", "bfloat16": "#0072B2"}
 PAPER = "#D55E00"
 FIGURE = "frontier.png"
+
+
+def paper_rows(shape: Sequence[int]) -> int:
+    """Rows of a chunk by arXiv 2410.10989, section 3.2: as many chunks as the vocabulary has hidden sizes."""
+    rows, hidden, vocabulary = shape
+    inputs = -(-vocabulary // hidden)
+    return min(1 << max(-(-rows // inputs) - 1, 0).bit_length(), rows)
+
+
+def taken_rows(shape: Sequence[int], sums: str) -> int:
+    """Rows of a chunk as the operator takes them by itself."""
+    rows, hidden, vocabulary = shape
+    saved = 4 - ELEMENT_SIZE if sums.endswith("float32") else 0
+    return chunk_rows(rows, hidden, vocabulary, ELEMENT_SIZE, saved)
+
+
+def _with(case: dict[str, Any], sums: str, rows: int) -> dict[str, Any]:
+    """The point of a chunk; where one chunk has all rows there are no sums, whose dtype would matter."""
+    return next(
+        p for p in case["points"] if p["rows"] == rows and (p["accum_dtype"] == sums or rows == case["shape"][0])
+    )
 
 
 def table(record: dict[str, Any]) -> Table:
@@ -29,7 +52,8 @@ def table(record: dict[str, Any]) -> Table:
     result = Table(*names, title="linear_cross_entropy with the chunks it takes", title_justify="left")
     for case in record["cases"]:
         label = "x".join(map(str, case["shape"]))
-        for sums, point in case["taken"].items():
+        for sums in COLOURS:
+            point = _with(case, sums, taken_rows(case["shape"], sums))
             cells = [label, sums, str(point["rows"]), f"{point['median']:.2f}"]
             cells += [f"{point['median'] / case['floor_ms']:.3f}", f"{point['peak_mib'] / 1024:.2f}"]
             cells.append(f"{point['error_ratio']:.2f}")
@@ -83,11 +107,10 @@ def _curves(axes: Any, case: dict[str, Any], y: Any) -> dict[str, Any]:
         (lines[f"sums in {sums}"],) = axes.plot(xs, ys, color=colour, marker=".")
         for point, at in zip(points, zip(xs, ys, strict=True), strict=True):
             axes.annotate(str(point["rows"]), at, fontsize=6, xytext=(2, 2), textcoords="offset points")
-        paper = [p for p in points if p["rows"] == case["paper_rows"]]
-        for p in paper:
-            mark = axes.plot(p["peak_mib"] / 1024, y(p), color=PAPER, marker="v", linestyle="none")
-            (lines["rows by the paper's formula"],) = mark
-        taken = case["taken"][sums]
+        paper = _with(case, sums, paper_rows(case["shape"]))
+        mark = axes.plot(paper["peak_mib"] / 1024, y(paper), color=PAPER, marker="v", linestyle="none")
+        (lines["rows by the paper's formula"],) = mark
+        taken = _with(case, sums, taken_rows(case["shape"], sums))
         mark = axes.plot(
             taken["peak_mib"] / 1024,
             y(taken),

@@ -18,16 +18,16 @@ from csrc_meta.results import compute_dtype
 FEWEST_CHUNK_ROWS = 2048
 # Below this a chunk's logits are too small to be worth splitting.
 SMALL_CHUNK_BYTES = 64 * 2**20
-TILE = 128  # of GEMMs: chunks and parts of sums are a multiple of so many rows
+WHOLE = 512  # rows: of a multiple of them GEMMs are fast, whatever their tiles
 SCRATCH = 2**24  # elements that are rounded beside their place, so that the rest can be rounded in it
 
 
 def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int, saved: int = 0) -> int:
     """Rows whose logits are held at a time.
 
-    The buffer is no larger than the weight, which the user has room for: its gradient is as large again. GEMMs are
-    fastest on a power of two of rows, where that is not much less; fewer than 2048 would cost more time than they save.
-    All rows are one chunk where that takes no more memory. Otherwise the chunks are alike.
+    The buffer is no larger than the weight, which the user has room for: its gradient is as large again. Of the rows
+    that make it so GEMMs get a power of two; fewer than 2048 would cost more time than they save memory. All rows are one
+    chunk where that takes no more memory. Otherwise the chunks are alike.
 
     Args:
         rows: rows of hidden that are not ignored.
@@ -36,12 +36,12 @@ def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int, saved
         element_size: bytes of an element of hidden and weight.
         saved: bytes for each element of the weight that one chunk saves and several chunks need for their sum.
     """
-    most = max(1 << max(hidden.bit_length() - 1, 0), hidden * 4 // 5, FEWEST_CHUNK_ROWS)
+    most = max(1 << max(hidden.bit_length() - 1, 0), FEWEST_CHUNK_ROWS)
     most = max(most, SMALL_CHUNK_BYTES // max(vocabulary * element_size, 1))
     if rows <= most + hidden * saved // element_size:
         return max(rows, 1)
     chunks = -(-rows // most)
-    return min(_round_up(-(-rows // chunks), TILE), most)
+    return min(_round_up(-(-rows // chunks), WHOLE), most)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -146,7 +146,7 @@ class _Gradients:
 
 def _pieces(size: int, count: int) -> list[slice]:
     """Up to ``count`` pieces of rows, the first no smaller than the others together where there are two."""
-    first = min(_round_up(-(-size // count), TILE), size)
+    first = min(_round_up(-(-size // count), WHOLE), size)
     return [slice(start, min(start + first, size)) for start in range(0, size, max(first, 1))] or [slice(0, 0)]
 
 

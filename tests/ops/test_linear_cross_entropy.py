@@ -112,11 +112,11 @@ def test_linear_cross_entropy_hooks_keep_what_they_packed(device):
         (32768, 4096, 128256, 2, 4096),
         (8192, 4096, 128256, 2, 8192),
         (8192, 4096, 128256, 0, 4096),
-        (16384, 3072, 256000, 2, 2432),
+        (16384, 3072, 256000, 2, 2048),
         (32768, 2304, 262144, 2, 2048),
         (100, 4096, 128256, 2, 100),
         (9000, 4096, 128256, 2, 3072),
-        (9000, 0, 128256, 0, 1920),
+        (9000, 0, 128256, 0, 2048),
         (8192, 4096, 1000, 2, 8192),
         (0, 4096, 1000, 2, 1),
     ],
@@ -269,7 +269,7 @@ def test_linear_cross_entropy_rounds_sums_in_their_place(device, monkeypatch, ro
     storage = pieces[0].data_ptr()
     result = chunks._one_after_another(pieces, dtype)
     assert torch.equal(result, values.to(dtype)) and result.is_contiguous() and result.data_ptr() == storage
-    assert len(pieces) == (2 if rows > 128 and dtype == torch.bfloat16 else 1)
+    assert len(pieces) == (2 if rows > 512 and dtype == torch.bfloat16 else 1)
 
 
 def test_linear_cross_entropy_sum_in_bfloat16(device, monkeypatch):
@@ -362,7 +362,9 @@ def test_linear_cross_entropy_metrics(device, dtype, options, reduction):
     plain = functional.linear_cross_entropy(*case.args, **case.kwargs)
     leaves = [case.args[i] for i in (0, 1, 3)]
     gradients = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (loss, plain)]
-    assert torch.equal(loss, plain) and all(map(torch.equal, *gradients))
+    for got, wanted in zip((loss, *gradients[0]), (plain, *gradients[1]), strict=True):
+        # Compiled with metrics, a kernel may contract other products and sums.
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=2 * torch.finfo(got.dtype).eps)
 
 
 def test_linear_cross_entropy_metrics_of_equal_and_infinite_logits(device):
