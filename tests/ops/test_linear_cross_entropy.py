@@ -1,5 +1,6 @@
 """linear_cross_entropy: many chunks, what is held and computed, autocast, FLOPs, rejected inputs."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from csrc_meta import SPECS, Sample, chunks, cross_entropy, linear_cross_entropy
 from csrc_meta.errors import LabelOutOfRangeError, UnsupportedDtypeError, UnsupportedInputError
 from csrc_meta.results import compute_dtype
 from fusedops import functional
+from tests.conftest import INTERPRETED
 from tests.ops.compare import Recorder, assert_bounded, assert_close_to_eager, rejection, run, snapshot
 
 EAGER = SPECS["linear_cross_entropy"].eager
@@ -46,6 +48,25 @@ def small_chunks(monkeypatch):
 def test_linear_cross_entropy_chunks(device, dtype, reduction):
     case = sample(device, dtype=dtype, bias=True, weighted=True, reduction=reduction, **OPTIONS)
     assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes: references and GPUs have every combination, here are samples")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum", "divided sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("small_chunks")
+def test_linear_cross_entropy_every_combination(device, dtype, reduction):
+    """All options beside each other, with and without bias and class weights, against float64."""
+    kwargs = {"reduction": reduction}
+    if reduction == "divided sum":
+        kwargs = {"reduction": "sum", "divisor": torch.tensor(9, device=device)}
+    for count in range(len(OPTIONS) + 1):
+        for names in itertools.combinations(OPTIONS, count):
+            given = kwargs | {name: OPTIONS[name] for name in names}
+            for bias, weighted in itertools.product((False, True), repeat=2):
+                case = sample(
+                    device, rows=9, hidden=8, vocabulary=21, dtype=dtype, bias=bias, weighted=weighted, **given
+                )
+                assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
