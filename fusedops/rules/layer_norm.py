@@ -1,4 +1,4 @@
-"""LayerNorm, which PyTorch has an operator for: over the last dimension, with or without weight and bias."""
+"""LayerNorm over the last dimension: PyTorch's operator with or without weight and bias, or spelt out in float32."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,6 +24,18 @@ def fused(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *
     return torch.ops.fusedops.layer_norm(x, weight, bias, eps)
 
 
+def spelt_out(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    normalised = (wide - mean) * torch.rsqrt(variance + eps)
+    return (weight.to(torch.float32) * normalised).to(x.dtype)
+
+
+def fused_spelt_out(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    return torch.ops.fusedops.layer_norm(x, weight, None, eps)
+
+
 def _examples(parameters: tuple[str, ...]) -> Iterator[dict[str, Tensor]]:
     for dtype in DTYPES:
         yield {
@@ -38,6 +50,17 @@ def _has_one_dtype(match: Match) -> str | None:
     return None if len(set(dtypes.values())) == 1 else f"its dtypes differ: {dtypes}"
 
 
+SPELT_OUT = Rule(
+    name="layer_norm.spelt_out",
+    op="layer_norm",
+    pattern=spelt_out,
+    replacement=fused_spelt_out,
+    # In float64 it computes in float32 all the same.
+    examples=lambda: (e for e in _examples(("weight",)) if e["x"].dtype != torch.float64),
+    numbers={"eps": 1.234567e-6},
+    anchor=torch.ops.aten.rsqrt.default,
+    guard=_has_one_dtype,
+)
 RULES = [
     Rule(
         name=f"layer_norm.{name}",
@@ -50,4 +73,4 @@ RULES = [
         guard=_has_one_dtype,
     )
     for name, parameters in (("affine", ("weight", "bias")), ("weight", ("weight",)), ("plain", ()))
-]
+] + [SPELT_OUT]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 import fusedops
 from tests.rewriting import calls, compiled, rewritten
@@ -39,6 +40,53 @@ def test_layer_norm_rewritten_graph() -> None:
     assert_expected_inline(
         "\n".join(lines), """layer_norm_1: fusedops.layer_norm.default (arg2_1, arg0_1, arg1_1, 0.001)"""
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_layer_norm_spelt_out_rewrites(dtype) -> None:
+    torch._dynamo.reset()
+    module, report = CohereLayerNorm(24, eps=1e-3).to(dtype), fusedops.Report()
+    nn.init.normal_(module.weight)
+    leaves = [torch.randn(X, dtype=dtype).requires_grad_(), module.weight]
+    got, expected = compiled(module, report)(leaves[0]), module(leaves[0])
+    assert [s.rule for s in report.sites] == ["layer_norm.spelt_out"] and not report.declined
+    assert calls(report) == ["fusedops.layer_norm.default"]
+    gradients = [torch.autograd.grad(y.float().pow(3).sum(), leaves) for y in (got, expected)]
+    for a, b in zip((got, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert (a - b).norm() <= (1e-5 if dtype == torch.float32 else 0.01) * b.norm()
+
+
+def _spelt_out(x, w, dim=-1, root=lambda variance: torch.rsqrt(variance + 1e-3), shift=lambda mean: mean):
+    wide = x.float()
+    mean = wide.mean(dim, keepdim=True)
+    variance = (wide - mean).pow(2).mean(dim, keepdim=True)
+    return (w.float() * ((wide - shift(mean)) * root(variance))).to(x.dtype)
+
+
+SPELT_NEAR_MISSES = {
+    "another axis": lambda x, w: _spelt_out(x, w, dim=1),
+    "eps outside the root": lambda x, w: _spelt_out(x, w, root=lambda v: torch.rsqrt(v) + 1e-3),
+    "another mean is subtracted": lambda x, w: _spelt_out(x, w, shift=lambda mean: mean * 0.5),
+    "a weight for each head": lambda x, w: _spelt_out(x, torch.stack([w] * 3)),
+    "a weight of another dtype": lambda x, w: _spelt_out(x.to(torch.bfloat16), w),
+}
+
+
+@pytest.mark.parametrize("name", SPELT_NEAR_MISSES)
+def test_layer_norm_spelt_out_keeps(name) -> None:
+    report = rewritten(SPELT_NEAR_MISSES[name], torch.randn(X), torch.randn(24))
+    assert not report.sites and not report.failures
+
+
+def test_layer_norm_spelt_out_keeps_what_else_is_read() -> None:
+    def function(x, w):
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).pow(2).mean(-1, keepdim=True)
+        return w * ((x - mean) * torch.rsqrt(variance + 1e-3)), variance
+
+    torch._dynamo.reset()
+    args = torch.randn(X), torch.randn(24)
+    torch.testing.assert_close(compiled(function)(*args), function(*args))
 
 
 def _two_dimensions(x, w):
