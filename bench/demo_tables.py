@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.figures import NO_FIGURE, pyplot
+
 _STYLES = {"eager": ("0.6", "-"), "torch.compile": ("tab:blue", "--"), "fusedops": ("tab:red", ":")}
 
 
@@ -117,14 +119,10 @@ def failures(record: dict[str, Any]) -> list[str]:
 
 def loss_picture(record: dict[str, Any], path: Path) -> str:
     """Draw the loss curves; answers with a line for the reader."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "No picture of the loss curves: matplotlib is not installed."
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    plot = pyplot()
+    if plot is None:
+        return NO_FIGURE
+    figure, axes = plot.subplots(figsize=(7, 4), layout="constrained")
     for r in record["runs"]:
         colour, line = _STYLES.get(r["name"], (None, "-"))
         axes.plot(r["losses"], line, color=colour, label=r["name"], linewidth=2)
@@ -133,5 +131,5 @@ def loss_picture(record: dict[str, Any], path: Path) -> str:
     axes.set_title(f"Llama, {settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']}, {gpu}", fontsize=10)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    plot.close(figure)
     return f"Loss curves: {path}"

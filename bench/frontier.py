@@ -8,7 +8,6 @@ ignored, and without gradients. The floor is three bare matrix products, or one 
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -128,11 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = recording.gpu_setting(console, "bench.frontier", timer)
     if setting is None:
         return 2
-    began = time.perf_counter()
     record: dict[str, Any] = {"machine": machine.describe(setting.device), "cases": [], "not_run": []}
     save = recording.saving(options.output / "frontier.json")
-    for shape in SHAPES:
-        if options.seconds is not None and time.perf_counter() - began > options.seconds:
+    for shape, begins in recording.in_time(SHAPES, options.seconds):
+        if not begins:
             record["not_run"].append(list(shape))
             continue
         record["cases"].append(measure(shape, setting))

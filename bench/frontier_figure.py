@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.figures import NO_FIGURE, finish, pyplot
 from bench.sweep_figures import caption
 from csrc_meta.chunks import chunk_rows
 
@@ -70,19 +71,15 @@ def table(record: dict[str, Any]) -> Table:
 
 def draw(record: dict[str, Any], folder: Path) -> Iterator[str]:
     """Write the figure; answers with a line for the reader."""
-    try:
-        import matplotlib
-    except ImportError:
-        yield "No figure: matplotlib is not installed."
+    plot = pyplot()
+    if plot is None:
+        yield NO_FIGURE
         return
     if not record["cases"]:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     cases = record["cases"]
     size = (3.6 * len(cases), 7.5)
-    figure, grid = pyplot.subplots(2, len(cases), figsize=size, layout="constrained", squeeze=False)
+    figure, grid = plot.subplots(2, len(cases), figsize=size, layout="constrained", squeeze=False)
     lines: dict[str, Any] = {}
     for (above, below), case in zip(grid.T, cases, strict=True):
         for axes, y in ((above, lambda p, c=case: p["median"] / c["floor_ms"]), (below, lambda p: p["error_ratio"])):
@@ -92,10 +89,9 @@ def draw(record: dict[str, Any], folder: Path) -> Iterator[str]:
         above.set_title("x".join(map(str, case["shape"])), fontsize=10)
     grid[0, 0].set_ylabel("time, of three bare products")
     grid[1, 0].set_ylabel("error of the weight's gradient,\nof one product's")
-    figure.suptitle(f"Chunks of linear_cross_entropy, labelled with their rows\n{caption(record)}", fontsize=11)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)
-    figure.savefig(folder / FIGURE, dpi=130)
-    pyplot.close(figure)
+    finish(
+        figure, f"Chunks of linear_cross_entropy, labelled with their rows\n{caption(record)}", lines, folder / FIGURE
+    )
     yield f"Figure: {folder / FIGURE}"
 
 

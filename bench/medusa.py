@@ -7,8 +7,8 @@ an optimizer. The backbone is HuggingFace's own for all; peers differ in the hea
 is compiled with fusedops too.
 """
 
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import case, machine, recording
+from bench.figures import NO_FIGURE, finish, pyplot
 from bench.peers.operator import COMPILE, EAGER, LIGER, OURS, liger
 from bench.sweep_figures import STYLES, caption
 from bench.timing import CudaTimer
@@ -171,22 +172,18 @@ def table(record: dict[str, Any]) -> Table:
 
 def draw(record: dict[str, Any], folder: Path) -> Iterator[str]:
     """Time and memory by batch, a column for each stage and number of heads."""
-    try:
-        import matplotlib
-    except ImportError:
-        yield "No figure: matplotlib is not installed."
+    plot = pyplot()
+    if plot is None:
+        yield NO_FIGURE
         return
     columns: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for measured in record["cases"]:
         columns.setdefault((measured["stage"], measured["heads"]), []).append(measured)
     if not columns:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     styles = STYLES | {COMPILED: STYLES[OURS] | {"linestyle": "--", "marker": "x"}}
     size = (3.4 * len(columns) + 1, 7.0)
-    figure, grid = pyplot.subplots(2, len(columns), figsize=size, layout="constrained", squeeze=False)
+    figure, grid = plot.subplots(2, len(columns), figsize=size, layout="constrained", squeeze=False)
     lines: dict[str, Any] = {}
     for (above, below), ((stage, heads), cases) in zip(grid.T, columns.items(), strict=True):
         for axes, measure_of in ((above, "median"), (below, "peak_mib")):
@@ -205,10 +202,7 @@ def draw(record: dict[str, Any], folder: Path) -> Iterator[str]:
         above.set_title(f"stage {stage}, {heads} heads", fontsize=10)
     grid[0, 0].set_ylabel("ms")
     grid[1, 0].set_ylabel("peak memory beyond the weights, MiB")
-    figure.suptitle(f"Medusa on a Llama 3.2 1B, forward plus backward\n{caption(record)}", fontsize=11)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)
-    figure.savefig(folder / FIGURE, dpi=130)
-    pyplot.close(figure)
+    finish(figure, f"Medusa on a Llama 3.2 1B, forward plus backward\n{caption(record)}", lines, folder / FIGURE)
     yield f"Figure: {folder / FIGURE}"
 
 
@@ -219,20 +213,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = recording.gpu_setting(console, "bench.medusa", timer)
     if setting is None:
         return 2
-    began = time.perf_counter()
     record: dict[str, Any] = {"machine": machine.describe(setting.device), "cases": [], "not_run": []}
     save = recording.saving(options.output / "medusa.json")
     # The largest batch first: where time runs out, it says most. Compiling takes longest and is measured there alone.
-    for batch in sorted(BATCHES, reverse=True):
-        for heads in HEADS:
-            for stage in STAGES:
-                if options.seconds is not None and time.perf_counter() - began > options.seconds:
-                    record["not_run"].append({"heads": heads, "stage": stage, "batch": batch})
-                    continue
-                without = () if batch == max(BATCHES) else (COMPILE,)
-                console.print(f"batch {batch}, {heads} heads, stage {stage}")
-                record["cases"].append(measure(LLAMA_1B, heads, stage, batch, TOKENS, setting, without))
-                save(record)
+    tasks = itertools.product(sorted(BATCHES, reverse=True), HEADS, STAGES)
+    for (batch, heads, stage), begins in recording.in_time(tasks, options.seconds):
+        if not begins:
+            record["not_run"].append({"heads": heads, "stage": stage, "batch": batch})
+            continue
+        without = () if batch == max(BATCHES) else (COMPILE,)
+        console.print(f"batch {batch}, {heads} heads, stage {stage}")
+        record["cases"].append(measure(LLAMA_1B, heads, stage, batch, TOKENS, setting, without))
+        save(record)
     console.print(table(record))
     for line in draw(record, options.output):
         console.print(line)

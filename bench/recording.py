@@ -3,10 +3,10 @@
 import argparse
 import json
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -17,6 +17,7 @@ from bench.peers.operator import KINDS, OURS, Operator, Shape
 from bench.timing import CudaTimer
 
 COPY_BYTES = 2**30
+T = TypeVar("T")
 Save = Callable[[dict[str, Any]], None]
 
 
@@ -41,8 +42,8 @@ def measure(
     record: dict[str, Any] = {"machine": machine.describe(setting.device), **told, "seconds": 0.0}
     record |= {"copy_gb_per_s": case.copy_rate(setting), "host_floor": asdict(case.host_floor(setting))}
     record |= {"cases": [], "not_run": []}
-    for task in tasks:
-        if seconds is not None and time.perf_counter() - began > seconds:
+    for task, begins in in_time(tasks, seconds):
+        if not begins:
             record["not_run"].append({"op": task.op.name, "shape": list(task.shape), **task.told})
             continue
         measured = case.measure(task.op, task.shape, setting, record["copy_gb_per_s"], task.kinds)
@@ -51,6 +52,13 @@ def measure(
         save(record)
     save(record)
     return record
+
+
+def in_time(tasks: Iterable[T], seconds: float | None) -> Iterator[tuple[T, bool]]:
+    """Each task, and whether it may be begun: not after so many seconds."""
+    began = time.perf_counter()
+    for task in tasks:
+        yield task, seconds is None or time.perf_counter() - began < seconds
 
 
 def ours_is_right(record: dict[str, Any]) -> bool:

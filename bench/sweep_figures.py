@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.figures import NO_FIGURE, finish, pyplot
 from bench.operator_tables import fastest_peer, mib, ms
 from bench.peers.operator import COMPILE, EAGER, LIGER, OURS, TORCH
 
@@ -29,12 +30,9 @@ Read = Callable[[dict[str, Any]], float]
 
 def draw(record: dict[str, Any], folder: Path) -> Iterator[str]:
     """Write the figures; answers with a line on each for the reader."""
-    try:
-        import matplotlib
-    except ImportError:
-        yield "No figures: matplotlib is not installed."
+    if pyplot() is None:
+        yield NO_FIGURE
         return
-    matplotlib.use("Agg")
     for name, (what, scale, read) in MEASURES.items():
         if panels(record):
             _figure(record, what, scale, read, folder / name)
@@ -73,11 +71,9 @@ def caption(record: dict[str, Any]) -> str:
 
 
 def _figure(record: dict[str, Any], what: str, scale: str, read: Read, path: Path) -> None:
-    from matplotlib import pyplot
-
     shown = panels(record)
     rows = -(-len(shown) // COLUMNS)
-    figure, grid = pyplot.subplots(rows, COLUMNS, figsize=(12, 3.3 * rows + 1), layout="constrained", squeeze=False)
+    figure, grid = pyplot().subplots(rows, COLUMNS, figsize=(12, 3.3 * rows + 1), layout="constrained", squeeze=False)
     lines: dict[str, Any] = {}
     for axes, (panel, cases) in zip(grid.flat, shown, strict=False):
         for kind, style in STYLES.items():
@@ -99,11 +95,7 @@ def _figure(record: dict[str, Any], what: str, scale: str, read: Read, path: Pat
         axes.grid(visible=True, which="both", axis="y", alpha=0.25)
     for axes in list(grid.flat)[len(shown) :]:
         axes.set_visible(False)
-    figure.suptitle(f"{what}\n{caption(record)}", fontsize=11)
-    legend = {kind: lines[kind] for kind in STYLES if kind in lines}
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(STYLES), frameon=False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    finish(figure, f"{what}\n{caption(record)}", {kind: lines[kind] for kind in STYLES if kind in lines}, path)
 
 
 def _peer(case: dict[str, Any], kind: str) -> dict[str, Any] | None:

@@ -5,25 +5,15 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.medusa import train
 from examples.medusa.medusa import Medusa, shifted
 from tests.conftest import DEVICE
-
-SIZES = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+from tests.rewriting import SIZES, tiny
 
 
 def medusa(heads: int, stage: int, **sizes) -> Medusa:
-    torch.manual_seed(0)
-    model = Medusa(LlamaForCausalLM(LlamaConfig(**(SIZES | sizes))).to(DEVICE), heads, stage)
+    model = Medusa(tiny(**sizes), heads, stage)
     for head in model.heads:  # as after some steps
         torch.nn.init.normal_(head.block.weight, std=0.1)
     return model

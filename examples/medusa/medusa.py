@@ -67,14 +67,17 @@ class Medusa(nn.Module):
     def factors(self) -> list[float]:
         return [(SHARE if self.stage == 2 else 1.0) * DECAY**i for i in range(len(self.heads))]
 
+    def _hidden(self, input_ids: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.stage == 2):
+            return self.model.model(input_ids).last_hidden_state
+
     def backward(self, input_ids: Tensor, labels: Tensor) -> Losses:
         """Loss and gradients of one batch; ``labels`` are input_ids, or -100 where nothing is to be predicted.
 
         One head after the other goes back to the hidden states at once, where their gradients are added up: whatever the
         number of heads, the logits, activations and gradients of hidden states are those of one.
         """
-        with torch.set_grad_enabled(self.stage == 2):
-            hidden = self.model.model(input_ids).last_hidden_state
+        hidden = self._hidden(input_ids)
         seen = hidden.detach().requires_grad_(self.stage == 2)
         losses = []
         for i, (head, factor) in enumerate(zip(self.heads, self.factors(), strict=True)):
@@ -87,8 +90,7 @@ class Medusa(nn.Module):
 
     def loss(self, input_ids: Tensor, labels: Tensor, head_loss: HeadLoss) -> Tensor:
         """The same loss as one number to differentiate, with a loss of one's own: every head is kept until then."""
-        with torch.set_grad_enabled(self.stage == 2):
-            hidden = self.model.model(input_ids).last_hidden_state
+        hidden = self._hidden(input_ids)
         terms = [
             head_loss(head(hidden), head.projection.weight, shifted(labels, i + 2), factor)
             for i, (head, factor) in enumerate(zip(self.heads, self.factors(), strict=True))

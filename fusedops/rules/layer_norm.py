@@ -20,7 +20,9 @@ def spelling(
     return F.layer_norm(x, (columns,), weight, bias, eps)
 
 
-def fused(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, columns: int, eps: float) -> Tensor:
+def fused(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float, columns: int | None = None
+) -> Tensor:
     return torch.ops.fusedops.layer_norm(x, weight, bias, eps)
 
 
@@ -30,10 +32,6 @@ def spelt_out(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     variance = (wide - mean).pow(2).mean(-1, keepdim=True)
     normalised = (wide - mean) * torch.rsqrt(variance + eps)
     return (weight.to(torch.float32) * normalised).to(x.dtype)
-
-
-def fused_spelt_out(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    return torch.ops.fusedops.layer_norm(x, weight, None, eps)
 
 
 def _examples(parameters: tuple[str, ...]) -> Iterator[dict[str, Tensor]]:
@@ -54,7 +52,7 @@ SPELT_OUT = Rule(
     name="layer_norm.spelt_out",
     op="layer_norm",
     pattern=spelt_out,
-    replacement=fused_spelt_out,
+    replacement=fused,
     # In float64 it computes in float32 all the same.
     examples=lambda: (e for e in _examples(("weight",)) if e["x"].dtype != torch.float64),
     numbers={"eps": 1.234567e-6},

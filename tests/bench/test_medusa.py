@@ -8,7 +8,7 @@ import torch
 from bench import medusa, recording
 from bench.peers.operator import COMPILE, EAGER, LIGER, OURS
 from tests.bench.tiny import CPU
-from tests.test_medusa import SIZES
+from tests.rewriting import SIZES
 
 WITHOUT = (COMPILE, LIGER, medusa.COMPILED)
 
