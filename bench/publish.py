@@ -1,7 +1,8 @@
 """Write docs/demo.md and docs/benchmarks.md from the JSON of recorded runs, so that no number in them is typed.
 
-Usage: copy what runs left (demo.json, losses.png, operators.json, host.json, frontier.json, frontier.png, sweeps.json,
-sweeps_time.png, sweeps_memory.png) into docs/results/, then python -m bench.publish.
+Usage: copy what runs left (demo.json, losses.png, operators.json, host.json, frontier.json, frontier.png,
+accumulation.json, accumulation.png, sweeps.json, sweeps_time.png, sweeps_memory.png) into docs/results/, then
+python -m bench.publish.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import demo_tables, frontier_figure, host, operator_tables, sweep_figures
+from bench import accumulation, demo_tables, frontier_figure, host, operator_tables, sweep_figures
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOT_RUN = "No run on a GPU has been recorded yet.\n"
@@ -59,6 +60,12 @@ product's. Circles are the chunks that the operator takes by itself; so are the 
 are as the operator ran then: at 16384x3072x256000 it took chunks of 2432 rows.
 
 """
+ACCUMULATION = """
+`python -m bench.accumulation`: the same error in every step of a training, by number of chunks, from the hidden states and
+the weight of that step. One chunk has no sum: it is the one product. The model learns a random Markov chain with the chunks
+that the operator takes by itself.
+
+"""
 SWEEPS = """Device time and peak memory of forward plus backward along vocabulary, hidden size and sequence length, as in
 figures 2 and 3 of arXiv 2410.10989; measured as above, in shorter repetitions, `torch.compile` at the ends alone.
 """
@@ -85,6 +92,7 @@ def pages(results: Path) -> dict[str, str]:
         + _from(results / "host.json", host_part)
         + FRONTIER
         + _from(results / "frontier.json", frontier_part)
+        + _from(results / "accumulation.json", accumulation_part, "")
         + "\n## Sweeps\n\n"
         + SWEEPS
         + "\n"
@@ -92,8 +100,8 @@ def pages(results: Path) -> dict[str, str]:
     }
 
 
-def _from(path: Path, page: Callable[[dict[str, Any]], str]) -> str:
-    return page(json.loads(path.read_text())) if path.exists() else NOT_RUN
+def _from(path: Path, page: Callable[[dict[str, Any]], str], otherwise: str = NOT_RUN) -> str:
+    return page(json.loads(path.read_text())) if path.exists() else otherwise
 
 
 def demo_page(record: dict[str, Any]) -> str:
@@ -124,6 +132,18 @@ def host_part(record: dict[str, Any]) -> str:
 def frontier_part(record: dict[str, Any]) -> str:
     figure = f"![Time, memory and error by rows of a chunk](results/{frontier_figure.FIGURE})"
     return "\n\n".join([machine(record), figure, markdown(frontier_figure.table(record), "###")]) + "\n"
+
+
+def accumulation_part(record: dict[str, Any]) -> str:
+    settings, losses = record["settings"], [step["loss"] for step in record["steps"]]
+    model = (
+        f"A Llama of {settings['layers']} layers, hidden size {settings['hidden']}, vocabulary {settings['vocabulary']}, "
+        f"{settings['dtype']}, AdamW, {len(losses)} steps of {settings['batch']} x {settings['sequence']} tokens; the "
+        f"loss goes from {losses[0]:.2f} to {losses[-1]:.2f}."
+    )
+    figure = f"![Error in every step by number of chunks](results/{accumulation.FIGURE})"
+    parts = [model, machine(record), figure, markdown(accumulation.table(record), "###")]
+    return ACCUMULATION + "\n\n".join(parts) + "\n"
 
 
 def sweeps_part(record: dict[str, Any]) -> str:

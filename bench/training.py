@@ -19,7 +19,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Preset:
-    """A model and its batches. A token is a byte: ids above 255 exist in the vocabulary and never occur."""
+    """A model and its batches."""
 
     hidden: int
     intermediate: int
@@ -33,6 +33,7 @@ class Preset:
     learning_rate: float
 
 
+# A token is a byte: ids above 255 exist in the vocabulary and never occur.
 PRESETS = {
     # Llama 3's vocabulary, so that the loss costs what it costs in earnest.
     "small": Preset(768, 2048, 12, 12, 128256, 8, 1024, 40, "bfloat16", 3e-4),
