@@ -55,10 +55,13 @@ class Kernels(NamedTuple):
         rows: how rows of logits become losses and gradients.
         kept: ``(labels, ignore_index, work) -> indices``, in order, of the rows that are not ignored; None for all of
             them, which is always right. ``work``: multiplications that each product takes if none is left out.
+        losses: ``(hidden, weight, bias, labels, class_weight, options, losses, stats, metrics) -> done``: the three last
+            without a buffer of logits, metrics where they are not None; False, and nothing done, where that can't be.
     """
 
     rows: ce.RowKernels
     kept: Callable[[Tensor, int, int], Tensor | None]
+    losses: Callable[..., bool]
 
 
 def kept_ref(labels: Tensor, ignore_index: int, work: int) -> Tensor | None:
@@ -66,7 +69,7 @@ def kept_ref(labels: Tensor, ignore_index: int, work: int) -> Tensor | None:
     return None if kept.all() else kept.nonzero().squeeze(1)
 
 
-REFERENCE = Kernels(ce.REFERENCE, kept_ref)
+REFERENCE = Kernels(ce.REFERENCE, kept_ref, lambda *args: False)
 
 
 class _Rows:
@@ -233,16 +236,19 @@ def forward(
     elif reduction == "mean" and makes_gradients and early:
         # Again below, where a label out of range stops the device: what is launched after that fails for no reason given.
         divisor = ce.label_weights(rows.labels, class_weight, given.ignore_index, wide).sum()
-    one = hidden.new_ones((), dtype=wide)
-    for part, states, logits in _chunks(rows, weight, bias, gradients.step):
-        of_part = (logits, rows.labels[part], class_weight)
-        kernels.rows.losses(
-            *of_part, given, losses[part], stats[:, part], None if metrics is None else metrics[:, part]
-        )
-        if makes_gradients:
-            kernels.rows.gradients(one, divisor if early else None, *of_part, stats[:, part], given, logits)
-            gradients.add(part, logits, states, weight)
-        del of_part, logits  # or their buffer would stay while the gradients are rounded
+    of_all = (weight, bias, rows.labels, class_weight, given, losses, stats, metrics)
+    # Gradients are made of logits as they are stored, and the statistics that they need are of the same.
+    if any(output_mask) or not kernels.losses(rows.only(rows.hidden), *of_all):
+        one = hidden.new_ones((), dtype=wide)
+        for part, states, logits in _chunks(rows, weight, bias, gradients.step):
+            of_part = (logits, rows.labels[part], class_weight)
+            kernels.rows.losses(
+                *of_part, given, losses[part], stats[:, part], None if metrics is None else metrics[:, part]
+            )
+            if makes_gradients:
+                kernels.rows.gradients(one, divisor if early else None, *of_part, stats[:, part], given, logits)
+                gradients.add(part, logits, states, weight)
+            del of_part, logits  # or their buffer would stay while the gradients are rounded
     loss, total = kernels.rows.reduce(losses, rows.labels, class_weight, weight.shape[0], given, reduction)
     if reduction == "none":
         loss, stats = rows.spread(loss).view(labels.shape), rows.spread(stats)

@@ -39,7 +39,7 @@ def _tanh(u):
 
 
 @triton.jit
-def _map(x, SOFTCAP: tl.constexpr, SCALE: tl.constexpr):
+def map_logits(x, SOFTCAP: tl.constexpr, SCALE: tl.constexpr):
     """z and dz / dx."""
     # A plain number would be rounded to float32 before it meets a float64.
     scale = tl.full((), SCALE, x.dtype)
@@ -56,8 +56,46 @@ def _of_label(logits_ptr, label, V, SOFTCAP: tl.constexpr, SCALE: tl.constexpr, 
     """z_label of a row; NaN for a label out of range, at which the reduction of all rows stops the device."""
     z = tl.load(logits_ptr + label, mask=(label >= 0) & (label < V), other=float("nan")).to(WIDE)
     if SOFTCAP is not None or SCALE != 1.0:
-        z, _ = _map(z, SOFTCAP, SCALE)
+        z, _ = map_logits(z, SOFTCAP, SCALE)
     return z
+
+
+@triton.jit
+def with_options(
+    loss,
+    label,
+    maximum,
+    log_sum,
+    weighted_sum,
+    weight_ptr,
+    weight_sum_ptr,
+    V,
+    SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+):
+    """The losses of rows, one or several, with class weights, label smoothing and z-loss.
+
+    loss = lse - z_label; weighted_sum = sum_j w_j * z_j, used for label smoothing alone.
+    """
+    WIDE: tl.constexpr = loss.dtype
+    if weight_ptr is not None:
+        of_label = tl.load(weight_ptr + label, mask=(label >= 0) & (label < V), other=0.0).to(WIDE)
+        loss *= of_label
+    if SMOOTHING != 0.0:
+        mean = weighted_sum / tl.cast(V, WIDE)
+        if weight_ptr is None:
+            of_all = log_sum - (mean - maximum)
+        else:
+            mean_weight = tl.load(weight_sum_ptr) / tl.cast(V, WIDE)
+            of_all = mean_weight * log_sum - (mean - mean_weight * maximum)
+        smoothing = tl.full((), SMOOTHING, WIDE)
+        loss = (1.0 - smoothing) * loss + smoothing * of_all
+    if Z_LOSS != 0.0:
+        penalty = tl.full((), Z_LOSS, WIDE) * (maximum + log_sum) * (maximum + log_sum)
+        if weight_ptr is not None:
+            penalty *= of_label
+        loss += penalty
+    return loss
 
 
 @triton.jit(do_not_specialize=["stats_stride", "metrics_stride", "ignore_index"])
@@ -109,7 +147,7 @@ def cross_entropy_fwd_kernel(
             columns = start + tl.arange(0, BLOCK_V)
             z = tl.load(logits_ptr + columns, mask=columns < V, other=-float("inf")).to(WIDE)
             if SOFTCAP is not None or SCALE != 1.0:
-                z, _ = _map(z, SOFTCAP, SCALE)
+                z, _ = map_logits(z, SOFTCAP, SCALE)
                 z = tl.where(columns < V, z, -float("inf"))
             larger = tl.maximum(maximum, tl.max(z, 0))
             # -inf - -inf is NaN: until the first finite logit there is nothing to subtract.
@@ -136,23 +174,9 @@ def cross_entropy_fwd_kernel(
             tl.store(metrics_ptr + metrics_stride + row, log_sum - moment / total)
             tl.store(metrics_ptr + 2 * metrics_stride + row, (ahead == 0).to(WIDE))
             tl.store(metrics_ptr + 3 * metrics_stride + row, maximum + log_sum)
-        if weight_ptr is not None:
-            of_label = tl.load(weight_ptr + label, mask=(label >= 0) & (label < V), other=0.0).to(WIDE)
-            loss *= of_label
-        if SMOOTHING != 0.0:
-            mean = weighted_sum / tl.cast(V, WIDE)
-            if weight_ptr is None:
-                of_all = log_sum - (mean - maximum)
-            else:
-                mean_weight = tl.load(weight_sum_ptr) / tl.cast(V, WIDE)
-                of_all = mean_weight * log_sum - (mean - mean_weight * maximum)
-            smoothing = tl.full((), SMOOTHING, WIDE)
-            loss = (1.0 - smoothing) * loss + smoothing * of_all
-        if Z_LOSS != 0.0:
-            penalty = tl.full((), Z_LOSS, WIDE) * (maximum + log_sum) * (maximum + log_sum)
-            if weight_ptr is not None:
-                penalty *= of_label
-            loss += penalty
+        loss = with_options(
+            loss, label, maximum, log_sum, weighted_sum, weight_ptr, weight_sum_ptr, V, SMOOTHING, Z_LOSS
+        )
         tl.store(losses_ptr + row, loss)
         tl.store(stats_ptr + row, maximum)
         tl.store(stats_ptr + stats_stride + row, log_sum)
@@ -241,7 +265,7 @@ def cross_entropy_bwd_kernel(
     else:
         z = tl.load(logits_ptr + row * logits_stride_t + columns, mask=columns < V, other=0.0).to(WIDE)
         if SOFTCAP is not None or SCALE != 1.0:
-            z, slope = _map(z, SOFTCAP, SCALE)
+            z, slope = map_logits(z, SOFTCAP, SCALE)
         maximum = tl.load(stats_ptr + row)
         log_sum = tl.load(stats_ptr + stats_stride + row)
         dloss = tl.load(dloss_ptr + row * dloss_stride_t).to(WIDE)
@@ -285,7 +309,7 @@ def _constants(options: ce.Options) -> dict[str, object]:
     }
 
 
-def _weights(weight: Tensor | None, options: ce.Options, stats: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def weights(weight: Tensor | None, options: ce.Options, stats: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The class weights, and their sum where it is needed."""
     if weight is None or not options.label_smoothing:
         return contiguous(weight), None
@@ -303,7 +327,7 @@ def row_losses(
 ) -> None:
     """As csrc_meta.cross_entropy.row_losses_ref, but that ignored rows have zero statistics."""
     rows, vocabulary = logits.shape
-    tensors = (*as_rows(logits), labels.contiguous(), *_weights(weight, options, stats))
+    tensors = (*as_rows(logits), labels.contiguous(), *weights(weight, options, stats))
     results = (losses, stats, stats.stride(0), metrics, 0 if metrics is None else metrics.stride(0))
     sizes = (vocabulary, options.ignore_index)
     launch(cross_entropy_fwd_kernel, rows, logits, *tensors, *results, *sizes, **_constants(options))
@@ -338,7 +362,7 @@ def row_gradients(
     rows, vocabulary = logits.shape
     stats = stats if stats.stride(1) == 1 else stats.contiguous()
     upstream = (dloss, dloss.stride(0) if dloss.dim() else 0, total)
-    tensors = (*as_rows(logits), labels.contiguous(), *_weights(weight, options, stats))
+    tensors = (*as_rows(logits), labels.contiguous(), *weights(weight, options, stats))
     results = (stats, stats.stride(0), out, out.stride(0))
     sizes = (vocabulary, options.ignore_index)
     programs = rows * cdiv(vocabulary, BLOCK_V)

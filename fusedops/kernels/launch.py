@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # The interpreter runs programs one after another: a few are enough to have rows shared out unevenly.
 INTERPRETER_PROCESSORS = 3
@@ -38,6 +39,8 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **options: Any) -
             kinds.append(a == 1 or (a & 15 == 0, a >> 31))
         elif a is None:
             kinds.append(None)
+        elif type(a) is TensorDescriptor:
+            kinds.append((a.base.dtype, *a.block_shape))
         else:
             dtype, a = a.dtype, a.data_ptr()
             kinds.append((dtype, a & 15))

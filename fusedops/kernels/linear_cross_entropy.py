@@ -1,4 +1,7 @@
-"""Linear cross entropy on a GPU: the chunk loop of csrc_meta with cuBLAS for its GEMMs and Triton for its rows."""
+"""Linear cross entropy on a GPU: the chunk loop of csrc_meta with cuBLAS for its GEMMs and Triton for its rows.
+
+Without gradients it needs no chunks, where :mod:`fusedops.kernels.projected_losses` has a product of its own.
+"""
 
 import torch
 import triton
@@ -10,6 +13,7 @@ from csrc_meta.donation import is_capturing
 from csrc_meta.linear_cross_entropy import linear_cross_entropy_scale
 from fusedops.kernels import cross_entropy
 from fusedops.kernels.launch import cdiv, launch, processors
+from fusedops.kernels.projected_losses import projected_losses
 
 __all__ = [
     "linear_cross_entropy_bwd",
@@ -45,7 +49,7 @@ def kept_rows(labels: Tensor, ignore_index: int, work: int) -> Tensor | None:
     return None if rows == len(labels) else first[:rows]
 
 
-KERNELS = chunks.Kernels(cross_entropy.KERNELS, kept_rows)
+KERNELS = chunks.Kernels(cross_entropy.KERNELS, kept_rows, projected_losses)
 
 
 def linear_cross_entropy_fwd(*args):
