@@ -268,10 +268,14 @@ def _forces_copy(node: Node) -> bool:
 def _emit_constant(gm: GraphModule, node: Node) -> None:
     """AOTAutograd refuses attributes that Dynamo did not name: spell a small constant as the call that makes it."""
     value = getattr(gm, node.target)
-    if isinstance(value, FakeTensor) or value.numel() > 65536 or value.device.type != "cpu":
+    if isinstance(value, FakeTensor) or value.numel() > 65536:
         return
+    made = {"dtype": value.dtype, "device": value.device}
     with gm.graph.inserting_before(node):
-        call = gm.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device})
+        if value.numel():
+            call = gm.graph.call_function(torch.tensor, (value.tolist(),), made)
+        else:  # a list has no shape but its first zero
+            call = gm.graph.call_function(torch.empty, (list(value.shape),), made)
     call.meta.update(node.meta)
     node.replace_all_uses_with(call)
     gm.graph.erase_node(node)

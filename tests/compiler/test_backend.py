@@ -45,6 +45,21 @@ def test_num_items_in_batch(count) -> None:
     assert trained_alike(tiny(), num_items_in_batch=count).counts() == sites()
 
 
+def test_constants_made_on_the_device() -> None:
+    """As a cache makes them, which models fill unless they are told not to."""
+    model, report = tiny(use_cache=True), fusedops.Report()
+    assert trained_alike(model).counts() == sites()
+
+    def function(x):
+        none, some = torch.tensor([], device=x.device), torch.tensor([1.0, 2.0], device=x.device)
+        flat = torch.cat([torch.tensor([[], []], device=x.device).sum(1), none, x.flatten(), some])
+        return torch.nn.functional.rms_norm(flat, flat.shape, eps=1e-6)
+
+    x = torch.randn(3, 8, device=DEVICE)
+    torch.testing.assert_close(compiled(function, report)(x), function(x))
+    assert report.counts()["rms_norm"] == 1 and not report.failures
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(name, reentrant) -> None:
