@@ -14,7 +14,7 @@ HAS_TILES = tuned.architecture(DEVICE) in projected_losses.TILES and (INTERPRETE
 pytestmark = pytest.mark.skipif(not HAS_TILES, reason="an architecture whose tiles were not measured")
 
 DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
-OPTIONS = {"label_smoothing": 0.1, "softcap": 2.0, "logit_scale": 1.5, "z_loss": 0.01}
+OPTIONS = {"label_smoothing": 0.1, "softcap": 20.0, "logit_scale": 1.5, "z_loss": 0.01}
 # Neither rows nor columns nor the hidden size are multiples of a tile, unless they are all whole.
 UNEVEN, WHOLE = ((37, 40, 75), (32, 64, 96)) if INTERPRETED else ((300, 200, 1000), (256, 256, 1024))
 
