@@ -47,6 +47,7 @@ def table(record: dict[str, Any]) -> Table:
         "of floor",
         "peak GiB",
         "error",
+        "all rows in one chunk",
         "60 % ignored",
         "eval",
     )
@@ -59,6 +60,9 @@ def table(record: dict[str, Any]) -> Table:
             cells += [f"{point['median'] / case['floor_ms']:.3f}", f"{point['peak_mib'] / 1024:.2f}"]
             cells.append(f"{point['error_ratio']:.2f}")
             if sums == "float32":
+                whole = _with(case, sums, case["shape"][0])
+                one = f"{whole['median'] / case['floor_ms']:.3f} of floor, {whole['peak_mib'] / 1024:.2f} GiB"
+                cells.append(one)
                 cells.append(f"{case['ignored_ms'] / case['uncaptured_ms']:.2f} of the time")
                 cells.append(
                     f"{case['eval_ms'] / case['product_ms']:.3f} of a product, {case['eval_peak_mib']:.0f} MiB"

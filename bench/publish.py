@@ -1,7 +1,7 @@
 """Write docs/demo.md and docs/benchmarks.md from the JSON of recorded runs, so that no number in them is typed.
 
 Usage: copy what runs left (demo.json, losses.png, operators.json, host.json, frontier.json, frontier.png,
-accumulation.json, accumulation.png, sweeps.json, sweeps_time.png, sweeps_memory.png) into docs/results/, then
+accumulation.json, accumulation.png, medusa.json, medusa.png, sweeps.json, sweeps_time.png, sweeps_memory.png) into docs/results/, then
 python -m bench.publish.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import accumulation, demo_tables, frontier_figure, host, operator_tables, sweep_figures
+from bench import accumulation, demo_tables, frontier_figure, host, medusa, operator_tables, sweep_figures
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOT_RUN = "No run on a GPU has been recorded yet.\n"
@@ -56,14 +56,23 @@ FRONTIER = """
 
 `python -m bench.frontier`: time, peak memory and the error of the weight's gradient by rows of a chunk, with sums over chunks
 in float32 and in bfloat16, beside three bare matrix products. Error is that of the whole gradient against float64, of one
-product's. Circles are the chunks that the operator takes by itself; so are the rows of the table. "60 % ignored" and "eval"
-are as the operator ran then: at 16384x3072x256000 it took chunks of 2432 rows.
+product's. Circles are the chunks that the operator takes by itself; so are the rows of the table. All rows in one chunk need
+no sum over chunks: that is the time of the products and of the two passes over the logits, whatever the memory. Without
+gradients ("eval") no logits are stored, and the time is beside that of one product.
 
 """
 ACCUMULATION = """
 `python -m bench.accumulation`: the same error in every step of a training, by number of chunks, from the hidden states and
 the weight of that step. One chunk has no sum: it is the one product. The model learns a random Markov chain with the chunks
 that the operator takes by itself.
+
+"""
+MEDUSA = """
+## Medusa
+
+`python -m bench.medusa`: the [example](../examples/medusa/README.md), several heads on one hidden state. Stage 1 trains the
+heads alone, stage 2 the model too. Peak memory is beyond the weights, and the gradients of the heads are in it. torch.compile
+and fusedops' compiled backbone were measured with the largest batch alone.
 
 """
 SWEEPS = """Device time and peak memory of forward plus backward along vocabulary, hidden size and sequence length, as in
@@ -93,6 +102,8 @@ def pages(results: Path) -> dict[str, str]:
         + FRONTIER
         + _from(results / "frontier.json", frontier_part)
         + _from(results / "accumulation.json", accumulation_part, "")
+        + MEDUSA
+        + _from(results / "medusa.json", medusa_part)
         + "\n## Sweeps\n\n"
         + SWEEPS
         + "\n"
@@ -144,6 +155,11 @@ def accumulation_part(record: dict[str, Any]) -> str:
     figure = f"![Error in every step by number of chunks](results/{accumulation.FIGURE})"
     parts = [model, machine(record), figure, markdown(accumulation.table(record), "###")]
     return ACCUMULATION + "\n\n".join(parts) + "\n"
+
+
+def medusa_part(record: dict[str, Any]) -> str:
+    figure = f"![Time and peak memory by batch](results/{medusa.FIGURE})"
+    return "\n\n".join([machine(record), figure, markdown(medusa.table(record), "###")]) + "\n"
 
 
 def sweeps_part(record: dict[str, Any]) -> str:
