@@ -330,8 +330,8 @@ def linear_cross_entropy(
         The loss, () or the shape of labels for "none", float32 (float64 for float64 inputs).
 
     Numerics:
-        Each chunk's logits are rounded to the dtype of hidden, as eager's are; from there to their gradient all is
-        float32. The gradient of weight is one product, or summed over chunks in float32 and rounded once. "mean" and
+        Each chunk's logits are rounded to the dtype of hidden, as eager's are (on Hopper GPUs not where no gradient is
+        wanted, and no logits are stored); from there to their gradient all is float32. The gradient of weight is one product, or summed over chunks in float32 and rounded once. "mean" and
         "sum" make gradients in the forward pass (three GEMMs in all), only those that are needed, for an upstream
         gradient of one; another is multiplied in afterwards, which rounds once more (in float16 before they are
         rounded). "none" computes the logits again in the backward pass (four). Under autocast the projection runs in
