@@ -22,12 +22,14 @@ WHOLE = 512  # rows: of a multiple of them GEMMs are fast, whatever their tiles
 SCRATCH = 2**24  # elements that are rounded beside their place, so that the rest can be rounded in it
 
 
-def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int, saved: int = 0) -> int:
+def chunk_rows(
+    rows: int, hidden: int, vocabulary: int, element_size: int, saved: int = 0, budget: int | None = None
+) -> int:
     """Rows whose logits are held at a time.
 
-    The buffer is no larger than the weight, which the user has room for: its gradient is as large again. Of the rows
-    that make it so GEMMs get a power of two; fewer than 2048 would cost more time than they save memory. All rows are one
-    chunk where that takes no more memory. Otherwise the chunks are alike.
+    Without a budget the buffer is no larger than the weight, which the user has room for: its gradient is as large again.
+    Of the rows that make it so GEMMs get a power of two; fewer than 2048 would cost more time than they save memory. All
+    rows are one chunk where that takes no more memory. Otherwise the chunks are alike.
 
     Args:
         rows: rows of hidden that are not ignored.
@@ -35,9 +37,14 @@ def chunk_rows(rows: int, hidden: int, vocabulary: int, element_size: int, saved
         vocabulary: V.
         element_size: bytes of an element of hidden and weight.
         saved: bytes for each element of the weight that one chunk saves and several chunks need for their sum.
+        budget: bytes that the logits of a chunk may take, however large the weight is.
     """
-    most = max(1 << max(hidden.bit_length() - 1, 0), FEWEST_CHUNK_ROWS)
-    most = max(most, SMALL_CHUNK_BYTES // max(vocabulary * element_size, 1))
+    row_bytes = max(vocabulary * element_size, 1)
+    if budget is None:
+        most = max(1 << max(hidden.bit_length() - 1, 0), FEWEST_CHUNK_ROWS, SMALL_CHUNK_BYTES // row_bytes)
+    else:
+        most = max(budget // row_bytes, 1)
+        most -= most % WHOLE if most > WHOLE else 0
     if rows <= most + hidden * saved // element_size:
         return max(rows, 1)
     chunks = -(-rows // most)
@@ -105,7 +112,13 @@ class _Gradients:
     """
 
     def __init__(
-        self, rows: _Rows, weight: Tensor, output_mask: list[bool], sums: torch.dtype, results: torch.dtype
+        self,
+        rows: _Rows,
+        weight: Tensor,
+        output_mask: list[bool],
+        sums: torch.dtype,
+        results: torch.dtype,
+        budget: int | None,
     ) -> None:
         self.wants_hidden, self.wants_weight, self.wants_bias = output_mask
         self.rows, self.dtype = rows, results
@@ -113,7 +126,7 @@ class _Gradients:
         saved = (sums.itemsize - results.itemsize) * self.wants_weight
         # Without a gradient of the weight chunks cost nothing, and have less reason to be large.
         width = weight.shape[1] if self.wants_weight else 0
-        self.step = chunk_rows(len(rows), width, weight.shape[0], weight.element_size(), saved)
+        self.step = chunk_rows(len(rows), width, weight.shape[0], weight.element_size(), saved, budget)
         is_sum = len(rows) > self.step
         new = rows.hidden.new_empty if rows.index is None else rows.hidden.new_zeros
         self.hidden = new(rows.hidden.shape if self.wants_hidden else (0,))
@@ -220,6 +233,7 @@ def forward(
     wants_metrics: bool,
     reduction: str,
     accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide, given = compute_dtype(hidden), ce.Options(*options)
@@ -230,7 +244,8 @@ def forward(
     makes_gradients = reduction != "none" and any(output_mask)
     early = divides_early(hidden.dtype)
     wanted = output_mask if makes_gradients else [False] * 3
-    gradients = _Gradients(rows, weight, wanted, accum_dtype or wide, hidden.dtype if early else wide)
+    kept = hidden.dtype if early else wide
+    gradients = _Gradients(rows, weight, wanted, accum_dtype or wide, kept, chunk_bytes)
     if divisor is not None:
         divisor = divisor.to(wide)
     elif reduction == "mean" and makes_gradients and early:
@@ -271,12 +286,13 @@ def backward(
     stats: Tensor,
     output_mask: list[bool],
     accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = ce.Options(*options)
     rows = _Rows(kernels, hidden, weight, labels, given)
     upstream, stats = rows.only(dloss.reshape(-1)), rows.only(stats, dim=1)
-    gradients = _Gradients(rows, weight, output_mask, accum_dtype or stats.dtype, weight.dtype)
+    gradients = _Gradients(rows, weight, output_mask, accum_dtype or stats.dtype, weight.dtype, chunk_bytes)
     for part, states, logits in _chunks(rows, weight, bias, gradients.step):
         of_part = (logits, rows.labels[part], class_weight, stats[:, part])
         kernels.rows.gradients(upstream[part], None, *of_part, given, logits)

@@ -28,6 +28,7 @@ def check(
     class_weight: Tensor | None,
     reduction: str,
     accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
     options: ce.Options,
 ) -> None:
     checks.check_dtype(op, "hidden", hidden, checks.FLOATING, "Cast it to a floating-point dtype.")
@@ -54,6 +55,11 @@ def check(
     # In float16 what is summed has no loss scale yet, and would underflow.
     allowed = (None, compute_dtype(hidden)) + (torch.bfloat16,) * (hidden.dtype == torch.bfloat16)
     checks.check_choice(op, "accum_dtype", accum_dtype, allowed)
+    if chunk_bytes is not None and chunk_bytes <= 0:
+        wants = "a positive number of bytes, or None"
+        raise checks.UnsupportedInputError(
+            checks.message(op, "chunk_bytes", chunk_bytes, wants, "Leave it out for as many as weight has.")
+        )
 
 
 def _check_divisor(op: str, divisor: Tensor | None, hidden: Tensor, reduction: str) -> None:
@@ -78,9 +84,10 @@ def _check_forward(
     wants_metrics: bool,
     reduction: str,
     accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
     *options: Any,
 ) -> None:
-    given = (reduction, accum_dtype, ce.Options(*options))
+    given = (reduction, accum_dtype, chunk_bytes, ce.Options(*options))
     check("linear_cross_entropy", hidden, weight, labels, bias, class_weight, *given)
     _check_divisor("linear_cross_entropy", divisor, hidden, reduction)
 
@@ -95,10 +102,11 @@ def _check_backward(
     stats: Tensor,
     output_mask: list[bool],
     accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
     *options: Any,
 ) -> None:
     op = "linear_cross_entropy_backward"
-    check(op, hidden, weight, labels, bias, class_weight, "none", accum_dtype, ce.Options(*options))
+    check(op, hidden, weight, labels, bias, class_weight, "none", accum_dtype, chunk_bytes, ce.Options(*options))
     checks.check_shape(op, "dloss", dloss, labels.shape, "dloss has the shape of the losses.")
 
 
@@ -135,6 +143,7 @@ def linear_cross_entropy_fake(
     wants_metrics: bool,
     reduction: str,
     accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = compute_dtype(hidden)
@@ -161,6 +170,7 @@ def linear_cross_entropy_backward_fake(
     stats: Tensor,
     output_mask: list[bool],
     accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
@@ -226,11 +236,12 @@ def _forward(hidden, weight, labels, bias, wants_metrics, options) -> tuple[Tens
     # Gradients are made in the forward pass, and only those that a backward pass may ask for.
     recording = torch.is_grad_enabled()
     mask = [recording and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    others = (mask, wants_metrics, reduction, options["accum_dtype"], *(options[n] for n in ce.Options._fields))
+    of_chunks = (options["accum_dtype"], options["chunk_bytes"])
+    others = (mask, wants_metrics, reduction, *of_chunks, *(options[n] for n in ce.Options._fields))
     return _forward_op(hidden, weight, labels, bias, *tensors, *others)
 
 
-DEFAULTS = {"class_weight": None, "divisor": None, "reduction": "mean", "accum_dtype": None}
+DEFAULTS = {"class_weight": None, "divisor": None, "reduction": "mean", "accum_dtype": None, "chunk_bytes": None}
 DEFAULTS |= ce.Options._field_defaults
 
 
@@ -285,7 +296,7 @@ def _backward_flops(dloss, hidden, weight, labels, bias, class_weight, stats, ma
 
 _forward_op = primitive(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? class_weight,"
-    " Tensor? divisor, bool[3] output_mask, bool wants_metrics, str reduction, ScalarType? accum_dtype,"
+    " Tensor? divisor, bool[3] output_mask, bool wants_metrics, str reduction, ScalarType? accum_dtype, int? chunk_bytes,"
     f" {ce.OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check_forward,
     fake=linear_cross_entropy_fake,
@@ -296,7 +307,7 @@ _forward_op = primitive(
 )
 _backward_op = primitive(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor labels, Tensor? bias,"
-    f" Tensor? class_weight, Tensor stats, bool[3] output_mask, ScalarType? accum_dtype, {ce.OPTIONS_SCHEMA})"
+    f" Tensor? class_weight, Tensor stats, bool[3] output_mask, ScalarType? accum_dtype, int? chunk_bytes, {ce.OPTIONS_SCHEMA})"
     " -> (Tensor, Tensor, Tensor)",
     check=_check_backward,
     fake=linear_cross_entropy_backward_fake,
@@ -320,7 +331,8 @@ _scale_op_ = primitive(
 _ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, *, Tensor? class_weight=None,"
     " int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float? softcap=None,"
-    " float logit_scale=1.0, float z_loss=0.0, Tensor? divisor=None, ScalarType? accum_dtype=None"
+    " float logit_scale=1.0, float z_loss=0.0, Tensor? divisor=None, ScalarType? accum_dtype=None,"
+    " int? chunk_bytes=None"
 )
 operator = composite(f"linear_cross_entropy({_ARGUMENTS}) -> Tensor", linear_cross_entropy, autocast=_autocast)
 operator_with_metrics = composite(
@@ -383,6 +395,7 @@ def _eager(
     class_weight: Tensor | None = None,
     divisor: Tensor | None = None,
     accum_dtype: torch.dtype | None = None,
+    chunk_bytes: int | None = None,
     **kwargs,
 ) -> Tensor:
     logits = torch.nn.functional.linear(hidden, weight, bias)

@@ -309,6 +309,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     divisor: Tensor | float | None = None,
     accum_dtype: torch.dtype | None = None,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Cross entropy of hidden @ weight.T + bias with integer labels, without the (T, V) logits.
 
@@ -325,17 +326,19 @@ def linear_cross_entropy(
         divisor: what a "sum" is divided by, () or a number: the tokens of all batches whose gradients are accumulated.
         accum_dtype: of the sum over chunks that is the gradient of weight. float32, or None for it (float64 for float64
             inputs); bfloat16 for bfloat16 inputs takes less memory and is rounded after each chunk.
+        chunk_bytes: that the logits of a chunk may take. As many as weight has, or None for them; more is faster, where
+            the weight has few columns above all.
 
     Returns:
         The loss, () or the shape of labels for "none", float32 (float64 for float64 inputs).
 
     Numerics:
         Each chunk's logits are rounded to the dtype of hidden, as eager's are (on Hopper GPUs not where no gradient is
-        wanted, and no logits are stored); from there to their gradient all is float32. The gradient of weight is one product, or summed over chunks in float32 and rounded once. "mean" and
-        "sum" make gradients in the forward pass (three GEMMs in all), only those that are needed, for an upstream
-        gradient of one; another is multiplied in afterwards, which rounds once more (in float16 before they are
-        rounded). "none" computes the logits again in the backward pass (four). Under autocast the projection runs in
-        the autocast dtype. Deterministic.
+        wanted, and no logits are stored); from there to their gradient all is float32. The gradient of weight is one
+        product, or summed over chunks in float32 and rounded once. "mean" and "sum" make gradients in the forward pass
+        (three GEMMs in all), only those that are needed, for an upstream gradient of one; another is multiplied in
+        afterwards, which rounds once more (in float16 before they are rounded). "none" computes the logits again in the
+        backward pass (four). Under autocast the projection runs in the autocast dtype. Deterministic.
 
     Synchronisation:
         Ignored rows take no part in the products. To leave them out the host waits until the device knows the labels;
@@ -366,6 +369,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         divisor=divisor,
         accum_dtype=accum_dtype,
+        chunk_bytes=chunk_bytes,
     )
 
 

@@ -158,6 +158,28 @@ def test_linear_cross_entropy_chunk_size(rows, hidden, vocabulary, saved, wants)
     assert chunks.chunk_rows(rows, hidden, vocabulary, 2, saved) == wants
 
 
+@pytest.mark.parametrize(
+    ("budget", "wants"), [(2**30, 4096), (2**31, 8192), (2**28, 1024), (2**18, 1), (1, 1)], ids=str
+)
+def test_linear_cross_entropy_chunk_size_by_a_budget(budget, wants):
+    """Whole tiles of rows that fit, alike; all rows where their gradient needs no sum then."""
+    assert chunks.chunk_rows(8192, 2048, 128256, 2, 2, budget) == wants
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_cross_entropy_keeps_to_a_budget(device, reduction):
+    case = sample(device, rows=80, hidden=8, vocabulary=50, reduction=reduction, chunk_bytes=5 * 50 * 4)
+    taken = []
+
+    def rows(*args, real=chunks.chunk_rows):
+        taken.append(real(*args))
+        return taken[-1]
+
+    with mock.patch.object(chunks, "chunk_rows", rows):
+        assert_close_to_eager(functional.linear_cross_entropy, EAGER, case)
+    assert taken and set(taken) == {5}
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_linear_cross_entropy_computes_what_is_needed(device, reduction):
     case = sample(device, bias=True, reduction=reduction)
@@ -542,6 +564,13 @@ def test_linear_cross_entropy_rejects_accum_dtypes():
     snapshot(
         rejects(UnsupportedInputError, HIDDEN.half(), WEIGHT.half(), LABELS, accum_dtype=torch.float16),
         """fusedops.linear_cross_entropy: accum_dtype: got torch.float16, wants one of None, torch.float32. Pass one of these.""",
+    )
+
+
+def test_linear_cross_entropy_rejects_budgets():
+    snapshot(
+        rejects(UnsupportedInputError, HIDDEN, WEIGHT, LABELS, chunk_bytes=0),
+        """fusedops.linear_cross_entropy: chunk_bytes: got 0, wants a positive number of bytes, or None. Leave it out for as many as weight has.""",
     )
 
 
