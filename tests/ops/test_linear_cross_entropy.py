@@ -6,6 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, nop
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 from csrc_meta import SPECS, Sample, chunks, cross_entropy, linear_cross_entropy
@@ -112,6 +114,25 @@ def test_linear_cross_entropy_takes_its_gradients_as_they_are(device):
         return seen
 
     assert scaled() == [] and scaled(retain_graph=True) == ["new"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_linear_cross_entropy_compiled_backward(device, dtype):
+    """A multiplication that a compiler sees and can make in place, and no operator whose results are new tensors."""
+    case, upstream, graphs = sample(device, dtype=dtype), torch.tensor(2.5, device=device), []
+
+    def keep(gm, inputs):
+        graphs.append(gm)
+        return make_boxed_func(gm.forward)
+
+    call = torch.compile(functional.linear_cross_entropy, backend=aot_autograd(fw_compiler=nop, bw_compiler=keep))
+    leaves = case.args[:2]
+    gradients = torch.autograd.grad(call(*case.args), leaves, upstream)
+    expected = torch.autograd.grad(functional.linear_cross_entropy(*case.args), leaves, upstream)
+    for got, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    (backward,) = graphs
+    assert not any("fusedops" in str(n.target) for n in backward.graph.nodes)
 
 
 def test_linear_cross_entropy_hooks_keep_what_they_packed(device):
