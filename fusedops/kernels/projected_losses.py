@@ -171,7 +171,7 @@ def projected_parts_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["T", "P", "stats_stride", "metrics_stride", "ignore_index"])
+@triton.jit(do_not_specialize=["P", "stats_stride", "metrics_stride", "ignore_index"])
 def projected_losses_kernel(
     parts_ptr,
     best_ptr,
