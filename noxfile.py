@@ -57,7 +57,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """All tests on the CPU references (and the GPU, where there is one), then the kernels under Triton's interpreter."""
-    pytest = [shared_python(session), "-m", "pytest", "-q", "--durations=5", "-n", WORKERS]
+    pytest = [shared_python(session), "-m", "pytest", "-q", "--durations=5", "-n", WORKERS, "--dist", "worksteal"]
     session.run(*pytest, *(session.posargs or ["tests"]), env=TEST_ENV, external=True)
     if not session.posargs and sys.platform == "linux":
         session.run(*pytest, "tests/ops", env={**TEST_ENV, "TRITON_INTERPRET": "1"}, external=True)
