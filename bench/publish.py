@@ -1,8 +1,8 @@
 """Write docs/demo.md and docs/benchmarks.md from the JSON of recorded runs, so that no number in them is typed.
 
 Usage: copy what runs left (demo.json, losses.png, operators.json, host.json, frontier.json, frontier.png,
-accumulation.json, accumulation.png, medusa.json, medusa.png, sweeps.json, sweeps_time.png, sweeps_memory.png) into docs/results/, then
-python -m bench.publish.
+accumulation.json, accumulation.png, medusa.json, medusa.png, sweeps.json, sweeps_time.png, sweeps_memory.png) into
+docs/results/, then python -m bench.publish.
 """
 
 import json
