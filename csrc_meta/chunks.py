@@ -5,7 +5,7 @@ and weight before the next chunk overwrites them. Rows that are ignored take no 
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ FEWEST_CHUNK_ROWS = 2048
 # Below this a chunk's logits are too small to be worth splitting.
 SMALL_CHUNK_BYTES = 64 * 2**20
 WHOLE = 512  # rows: of a multiple of them GEMMs are fast, whatever their tiles
+FINISHED = 2**23  # elements of the gradient of hidden that are held in float32: fewer keep no GPU busy
+ALIGNED = 8  # elements, no more than 16 bytes unless they are wide: what rows of logits begin at a multiple of
 SCRATCH = 2**24  # elements that are rounded beside their place, so that the rest can be rounded in it
 
 
@@ -55,6 +57,26 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+class Factored(Protocol):
+    """Gradients of logits that were never read: a matrix times a factor for each row, less a term for each row's label.
+
+    What multiplies the matrix takes the factors: rows of hidden before, rows of a product after. It also fills in losses and
+    statistics.
+    """
+
+    def fill(self, part: slice, hidden: Tensor, out: Tensor) -> None:
+        """``out = matrix`` for a part of the rows, whose factors are known from then on."""
+
+    def scale(self, part: slice, hidden: Tensor, out: Tensor) -> None:
+        """``out = factors * hidden``: matrix.T @ out is the gradient of weight without labels' terms."""
+
+    def finish(self, part: slice, product: Tensor, out: Tensor) -> None:
+        """``out``: the gradient of hidden, of product = matrix @ weight."""
+
+    def add_labels(self, hidden: Tensor, index: Tensor | None, pieces: list[tuple[slice, Tensor]]) -> None:
+        """Add labels' terms to pieces of the gradient of weight. ``index``: the rows of hidden that are not ignored."""
+
+
 class Kernels(NamedTuple):
     """What differs between devices.
 
@@ -64,11 +86,14 @@ class Kernels(NamedTuple):
             them, which is always right. ``work``: multiplications that each product takes if none is left out.
         losses: ``(hidden, weight, bias, labels, class_weight, options, losses, stats, metrics) -> done``: the three last
             without a buffer of logits, metrics where they are not None; False, and nothing done, where that can't be.
+        factored: ``(hidden, weight, bias, labels, class_weight, options, losses, stats, metrics, upstream, divisor)``:
+            gradients without a pass over the logits, ``upstream`` for each row or one for all; None where that can't be.
     """
 
     rows: ce.RowKernels
     kept: Callable[[Tensor, int, int], Tensor | None]
     losses: Callable[..., bool]
+    factored: Callable[..., Factored | None]
 
 
 def kept_ref(labels: Tensor, ignore_index: int, work: int) -> Tensor | None:
@@ -76,7 +101,7 @@ def kept_ref(labels: Tensor, ignore_index: int, work: int) -> Tensor | None:
     return None if kept.all() else kept.nonzero().squeeze(1)
 
 
-REFERENCE = Kernels(ce.REFERENCE, kept_ref, lambda *args: False)
+REFERENCE = Kernels(ce.REFERENCE, kept_ref, lambda *args: False, lambda *args: None)
 
 
 class _Rows:
@@ -138,6 +163,11 @@ class _Gradients:
         self.sums = [(p, new((p.stop - p.start, shape[1]), dtype=dtype)) for p in pieces]
         self.bias = weight.new_zeros(weight.shape[:1] if self.wants_bias else (0,), dtype=compute_dtype(weight))
 
+    @property
+    def take_factors(self) -> bool:
+        """Labels' terms nearly cancel what the other rows add to a frequent label's gradient: only wide sums take both."""
+        return not self.wants_weight or all(total.dtype == self.bias.dtype for _, total in self.sums)
+
     def add(self, part: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor) -> None:
         if self.wants_hidden:
             index = self.rows.index
@@ -150,6 +180,27 @@ class _Gradients:
                 _add_product(total, dlogits[:, piece].t(), hidden, overwrite=part.start == 0)
         if self.wants_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+    def add_factored(self, part: slice, factored: Factored, matrix: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        in_place = self.wants_hidden and self.rows.index is None
+        states = self.hidden[part] if in_place else hidden.new_empty(hidden.shape)
+        if self.wants_weight:
+            factored.scale(part, hidden, states)
+            for piece, total in self.sums:
+                _add_product(total, matrix[:, piece].t(), states, overwrite=part.start == 0)
+        if self.wants_hidden:
+            step = max(FINISHED // states.shape[1] // WHOLE, 1) * WHOLE
+            for start in range(0, len(states), step):
+                block = slice(start, start + step)
+                product = states.new_empty(states[block].shape, dtype=self.bias.dtype)
+                _add_product(product, matrix[block], weight, overwrite=True)
+                factored.finish(slice(part.start + start, part.start + start + len(product)), product, states[block])
+            if self.rows.index is not None:
+                self.hidden.index_copy_(0, self.rows.index[part], states)
+
+    def add_labels(self, factored: Factored) -> None:
+        if self.wants_weight and len(self.rows):
+            factored.add_labels(self.rows.hidden, self.rows.index, self.sums)
 
     def results(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients, that of hidden in the shape of hidden. Called once: the sums are rounded in their place."""
@@ -209,16 +260,32 @@ def divides_early(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
-def _chunks(rows: _Rows, weight: Tensor, bias: Tensor | None, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Each chunk's rows, their hidden states and their logits, which are all in one buffer."""
-    buffer = weight.new_empty((min(step, len(rows)), weight.shape[0]))
+def _buffers(rows: _Rows, weight: Tensor, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Each chunk's rows, their hidden states and the place of their logits, which is the same for all chunks.
+
+    Its rows begin where fast kernels can read and write them, whatever the vocabulary.
+    """
+    vocabulary = weight.shape[0]
+    buffer = weight.new_empty((min(step, len(rows)), _round_up(vocabulary, ALIGNED)))
     for start in range(0, len(rows), step):
         part = slice(start, min(start + step, len(rows)))
-        hidden, out = rows.only(rows.hidden, part), buffer[: part.stop - start]
+        yield part, rows.only(rows.hidden, part), buffer[: part.stop - start, :vocabulary]
+
+
+def _chunks(rows: _Rows, weight: Tensor, bias: Tensor | None, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Each chunk's rows, their hidden states and their logits."""
+    for part, hidden, out in _buffers(rows, weight, step):
         if bias is None:
             yield part, hidden, torch.mm(hidden, weight.t(), out=out)
         else:
             yield part, hidden, torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _add_factored(factored: Factored, rows: _Rows, gradients: _Gradients, weight: Tensor) -> None:
+    for part, states, matrix in _buffers(rows, weight, gradients.step):
+        factored.fill(part, states, matrix)
+        gradients.add_factored(part, factored, matrix, states, weight)
+    gradients.add_labels(factored)
 
 
 def forward(
@@ -251,10 +318,14 @@ def forward(
     elif reduction == "mean" and makes_gradients and early:
         # Again below, where a label out of range stops the device: what is launched after that fails for no reason given.
         divisor = ce.label_weights(rows.labels, class_weight, given.ignore_index, wide).sum()
+    one = hidden.new_ones((), dtype=wide)
     of_all = (weight, bias, rows.labels, class_weight, given, losses, stats, metrics)
-    # Gradients are made of logits as they are stored, and the statistics that they need are of the same.
-    if any(output_mask) or not kernels.losses(rows.only(rows.hidden), *of_all):
-        one = hidden.new_ones((), dtype=wide)
+    takes_factors = makes_gradients and gradients.take_factors
+    factored = kernels.factored(rows.hidden, *of_all, one, divisor) if takes_factors else None
+    if factored is not None:
+        _add_factored(factored, rows, gradients, weight)
+    # Gradients of logits as they are stored have statistics of the same.
+    elif any(output_mask) or not kernels.losses(rows.only(rows.hidden), *of_all):
         for part, states, logits in _chunks(rows, weight, bias, gradients.step):
             of_part = (logits, rows.labels[part], class_weight)
             kernels.rows.losses(
@@ -293,6 +364,11 @@ def backward(
     rows = _Rows(kernels, hidden, weight, labels, given)
     upstream, stats = rows.only(dloss.reshape(-1)), rows.only(stats, dim=1)
     gradients = _Gradients(rows, weight, output_mask, accum_dtype or stats.dtype, weight.dtype, chunk_bytes)
+    of_all = (weight, bias, rows.labels, class_weight, given, torch.empty_like(upstream), torch.empty_like(stats), None)
+    factored = kernels.factored(rows.hidden, *of_all, upstream, None) if gradients.take_factors else None
+    if factored is not None:
+        _add_factored(factored, rows, gradients, weight)
+        return gradients.results(hidden.shape)
     for part, states, logits in _chunks(rows, weight, bias, gradients.step):
         of_part = (logits, rows.labels[part], class_weight, stats[:, part])
         kernels.rows.gradients(upstream[part], None, *of_part, given, logits)

@@ -1,6 +1,7 @@
 """Linear cross entropy on a GPU: the chunk loop of csrc_meta with cuBLAS for its GEMMs and Triton for its rows.
 
-Without gradients it needs no chunks, where :mod:`fusedops.kernels.projected_losses` has a product of its own.
+Where products by Triton are as fast, :mod:`fusedops.kernels.projected_losses` computes losses without chunks, and
+:mod:`fusedops.kernels.projected_gradients` gradients without a pass over logits.
 """
 
 import torch
@@ -13,6 +14,7 @@ from csrc_meta.donation import is_capturing
 from csrc_meta.linear_cross_entropy import linear_cross_entropy_scale
 from fusedops.kernels import cross_entropy
 from fusedops.kernels.launch import cdiv, launch, processors
+from fusedops.kernels.projected_gradients import factored
 from fusedops.kernels.projected_losses import projected_losses
 
 __all__ = [
@@ -49,7 +51,7 @@ def kept_rows(labels: Tensor, ignore_index: int, work: int) -> Tensor | None:
     return None if rows == len(labels) else first[:rows]
 
 
-KERNELS = chunks.Kernels(cross_entropy.KERNELS, kept_rows, projected_losses)
+KERNELS = chunks.Kernels(cross_entropy.KERNELS, kept_rows, projected_losses, factored)
 
 
 def linear_cross_entropy_fwd(*args):

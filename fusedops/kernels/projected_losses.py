@@ -14,36 +14,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from csrc_meta import cross_entropy as ce
-from fusedops.kernels import tuned
+from fusedops.kernels import projection
 from fusedops.kernels.cross_entropy import map_logits, weights, with_options
-from fusedops.kernels.launch import cdiv, contiguous, launch, processors
+from fusedops.kernels.launch import cdiv, contiguous, launch
+from fusedops.kernels.projection import halves, place, product
 
-# By architecture, where the product is no slower than cuBLAS'. "" is the interpreter: several tiles in small tensors.
-TILES: dict[str, dict[str, int]] = {
-    "sm_90": {"BLOCK_T": 128, "BLOCK_V": 256, "BLOCK_H": 64, "num_warps": 8, "num_stages": 3},
-    "": {"BLOCK_T": 16, "BLOCK_V": 32, "BLOCK_H": 16, "num_warps": 4, "num_stages": 1},
-}
-GROUP = 16  # tiles of rows that take turns at a tile of weight while it is in the L2 cache
 ROWS = 8192  # whose parts are held at a time: 63 MiB at a vocabulary of 128 K, 157 with metrics and label smoothing
 # Of the kernel that puts parts together.
 BLOCK_ROWS = 32
 BLOCK_PARTS = 64
 WARPS = 4
-ALIGNMENT = 16  # bytes: what TMA reads rows by
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOG_2 = tl.constexpr(math.log(2))
-
-
-@triton.jit
-def _halves(t):
-    """The left and the right columns of a matrix."""
-    rows: tl.constexpr = t.shape[0]
-    columns: tl.constexpr = t.shape[1]
-    return tl.split(tl.permute(tl.reshape(t, (rows, 2, columns // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -137,22 +122,14 @@ def projected_parts_kernel(
     Grid: programs, each takes every so manieth tile. Tile: BLOCK_T x BLOCK_V, a product along H.
     """
     tiles_t, tiles_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
-    # Flattened with the one inside, the loop reads for the next tile while it works on what it keeps of the last.
     for tile in tl.range(tl.program_id(0), tiles_t * tiles_v, tl.num_programs(0), flatten=True):
-        first = tile // (GROUP * tiles_v) * GROUP
-        group = min(tiles_t - first, GROUP)
-        tile_t = first + tile % (GROUP * tiles_v) % group
-        tile_v = tile % (GROUP * tiles_v) // group
-        sums = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-        for h in range(0, H, BLOCK_H):
-            hidden = hidden_desc.load([tile_t * BLOCK_T, h])
-            weight = weight_desc.load([tile_v * BLOCK_V, h])
-            sums = tl.dot(hidden, weight.T, sums)
+        tile_t, tile_v = place(tile, tiles_t, tiles_v, GROUP)
+        sums = product(hidden_desc, weight_desc, tile_t, tile_v, H, BLOCK_T, BLOCK_V, BLOCK_H)
         # Half of the columns at a time: what is computed of all would exceed the registers.
-        halves = _halves(sums)
+        both = halves(sums)
         for half in tl.static_range(2):
             _keep(
-                halves[half],
+                both[half],
                 tile_t,
                 2 * tile_v + half,
                 bias_ptr,
@@ -256,26 +233,14 @@ def projected_losses(
     metrics: Tensor | None,
 ) -> bool:
     """Fill in losses, statistics and metrics; False, and nothing is done, where that can't be fast."""
-    architecture = tuned.architecture(hidden.device)
-    tiles = TILES.get(architecture)
-    # The interpreter would multiply the bits of bfloat16 as integers.
-    dtypes = (torch.float16, torch.bfloat16) if architecture else (torch.float16,)
-    if tiles is None or hidden.dtype not in dtypes or not (_has_rows_for_tma(hidden) and _has_rows_for_tma(weight)):
+    tiles = projection.tiles(hidden, weight, (torch.float16, torch.bfloat16), interpreted=torch.float16)
+    if not tiles:
         return False
     for start in range(0, len(hidden), ROWS):
         part = slice(start, start + ROWS)
         of_part = (losses[part], stats[:, part], None if metrics is None else metrics[:, part])
         _projected(tiles, hidden[part], weight, bias, labels[part], class_weight, options, *of_part)
     return True
-
-
-def _has_rows_for_tma(t: Tensor) -> bool:
-    row = t.stride(0) * t.itemsize
-    return t.numel() > 0 and t.stride(1) == 1 and row % ALIGNMENT == 0 and t.data_ptr() % ALIGNMENT == 0
-
-
-def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), block)
 
 
 def _projected(
@@ -291,26 +256,24 @@ def _projected(
     metrics: Tensor | None,
 ) -> None:
     (rows, width), vocabulary = hidden.shape, len(weight)
-    block_t, block_v, block_h = tiles["BLOCK_T"], tiles["BLOCK_V"], tiles["BLOCK_H"]
-    count = 2 * cdiv(vocabulary, block_v)
+    count = 2 * cdiv(vocabulary, tiles["BLOCK_V"])
     kinds = 4 if options.label_smoothing else 2 if metrics is None else 3
     parts = losses.new_empty((kinds, count, rows))
     best = None if metrics is None else labels.new_empty((count, rows), dtype=torch.int32)
     # What no tile writes is the logit of a label that is out of range, at which the reduction stops the device.
     z_label = losses.new_full((rows,), float("nan"))
     labels, (class_weight, weight_sum) = labels.contiguous(), weights(class_weight, options, losses)
-    read = (_descriptor(hidden, [block_t, block_h]), _descriptor(weight, [block_v, block_h]))
     launch(
         projected_parts_kernel,
-        min(cdiv(rows, block_t) * cdiv(vocabulary, block_v), processors(hidden.device)),
+        projection.programs(hidden, weight, tiles),
         losses,
-        *(*read, contiguous(bias), labels, class_weight, parts, best, z_label),
+        *(*projection.operands(hidden, weight, tiles), contiguous(bias), labels, class_weight, parts, best, z_label),
         *(rows, vocabulary, width),
-        WHOLE=vocabulary % block_v == 0,
+        WHOLE=vocabulary % tiles["BLOCK_V"] == 0,
         SMOOTHING=options.label_smoothing,
         SOFTCAP=options.softcap,
         SCALE=options.logit_scale,
-        GROUP=GROUP,
+        GROUP=projection.GROUP,
         **tiles,
     )
     launch(

@@ -8,9 +8,9 @@ from tests.conftest import DEVICE, INTERPRETED
 
 pytest.importorskip("triton")
 
-from fusedops.kernels import projected_losses, tuned
+from fusedops.kernels import projected_losses, projection, tuned
 
-HAS_TILES = tuned.architecture(DEVICE) in projected_losses.TILES and (INTERPRETED or DEVICE.type == "cuda")
+HAS_TILES = tuned.architecture(DEVICE) in projection.TILES and (INTERPRETED or DEVICE.type == "cuda")
 pytestmark = pytest.mark.skipif(not HAS_TILES, reason="an architecture whose tiles were not measured")
 
 DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
