@@ -224,7 +224,7 @@ def _backward(ctx, dloss, *_):
         if gradients[1].dtype == ctx.dtype and donation.is_last_use(ctx, dloss) and not replayed:
             _scale_op_(factor, gradients)
             gradients = [g.detach() for g in gradients]
-        elif torch.compiler.is_compiling():
+        elif torch.compiler.is_compiling() or type(dloss) is not Tensor:  # torch 2.11 traces this without saying so
             # Inductor multiplies in one pass and, of the dtype that they have, in place: nobody else reads them.
             gradients = [(g * factor.reshape(1)).to(ctx.dtype) for g in gradients]
         else:
