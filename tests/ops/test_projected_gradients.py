@@ -61,7 +61,7 @@ def compare(args, tolerance=TOLERANCE, upstream=1.5, **kwargs):
     results = loss_and_gradients(args, upstream, **kwargs)
     in_double = [a.detach().double().requires_grad_() if a.is_floating_point() else a for a in args]
     truth = loss_and_gradients(in_double, upstream, **kwargs)
-    loss_tolerance = 1e-5 if INTERPRETED or kwargs.get("reduction") != "none" else 0.02  # of logits as they are stored
+    loss_tolerance = 1e-5 if INTERPRETED or kwargs.get("reduction") != "none" else 0.2  # of logits as they are stored
     torch.testing.assert_close(results[0].double(), truth[0], rtol=1e-5, atol=loss_tolerance)
     for got, wanted in zip(results[1:], truth[1:], strict=True):
         assert error(got, wanted) <= tolerance
