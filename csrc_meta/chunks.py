@@ -70,6 +70,9 @@ class Factored(Protocol):
     def scale(self, part: slice, hidden: Tensor, out: Tensor) -> None:
         """``out = factors * hidden``: matrix.T @ out is the gradient of weight without labels' terms."""
 
+    def add_rounded(self, total: Tensor, matrix: Tensor, states: Tensor, out: Tensor) -> None:
+        """``out = total + matrix.T @ states``, rounded once; out may be where a part of total was that isn't given."""
+
     def finish(self, part: slice, product: Tensor, out: Tensor) -> None:
         """``out``: the gradient of hidden, of product = matrix @ weight."""
 
@@ -161,6 +164,7 @@ class _Gradients:
         pieces = _pieces(shape[0], narrowing) if is_sum else [slice(0, shape[0])]
         dtype = sums if is_sum else results
         self.sums = [(p, new((p.stop - p.start, shape[1]), dtype=dtype)) for p in pieces]
+        self.weight: Tensor | None = None  # the result, once it is rounded
         self.bias = weight.new_zeros(weight.shape[:1] if self.wants_bias else (0,), dtype=compute_dtype(weight))
 
     @property
@@ -186,8 +190,19 @@ class _Gradients:
         states = self.hidden[part] if in_place else hidden.new_empty(hidden.shape)
         if self.wants_weight:
             factored.scale(part, hidden, states)
-            for piece, total in self.sums:
-                _add_product(total, matrix[:, piece].t(), states, overwrite=part.start == 0)
+            is_last = part.stop == len(self.rows)
+            rounds = is_last and part.start > 0 and self.sums[0][1].dtype != self.dtype
+            if not rounds:
+                for piece, total in self.sums:
+                    _add_product(total, matrix[:, piece].t(), states, overwrite=part.start == 0)
+            if is_last:
+                factored.add_labels(self.rows.hidden, self.rows.index, self.sums)
+            if rounds:
+                self.weight = _one_after_another(
+                    [total for _, total in self.sums],
+                    self.dtype,
+                    lambda total, out, rows: factored.add_rounded(total, matrix[:, rows], states, out),
+                )
         if self.wants_hidden:
             step = max(FINISHED // states.shape[1] // WHOLE, 1) * WHOLE
             for start in range(0, len(states), step):
@@ -198,17 +213,13 @@ class _Gradients:
             if self.rows.index is not None:
                 self.hidden.index_copy_(0, self.rows.index[part], states)
 
-    def add_labels(self, factored: Factored) -> None:
-        if self.wants_weight and len(self.rows):
-            factored.add_labels(self.rows.hidden, self.rows.index, self.sums)
-
     def results(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients, that of hidden in the shape of hidden. Called once: the sums are rounded in their place."""
-        if self.wants_weight:
-            weight = _one_after_another([total for _, total in self.sums], self.dtype)
-        else:
-            weight = self.bias.new_empty(0, dtype=self.dtype)
-        return self.hidden.view(shape) if self.wants_hidden else self.hidden, weight, self.bias.to(self.dtype)
+        if self.weight is None and self.wants_weight:
+            self.weight = _one_after_another([total for _, total in self.sums], self.dtype)
+        elif self.weight is None:
+            self.weight = self.bias.new_empty(0, dtype=self.dtype)
+        return self.hidden.view(shape) if self.wants_hidden else self.hidden, self.weight, self.bias.to(self.dtype)
 
 
 def _pieces(size: int, count: int) -> list[slice]:
@@ -217,27 +228,35 @@ def _pieces(size: int, count: int) -> list[slice]:
     return [slice(start, min(start + first, size)) for start in range(0, size, max(first, 1))] or [slice(0, 0)]
 
 
-def _one_after_another(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
+def _round(source: Tensor, target: Tensor, rows: slice) -> None:
+    target.copy_(source)
+
+
+def _one_after_another(
+    pieces: list[Tensor], dtype: torch.dtype, write: Callable[[Tensor, Tensor, slice], object] = _round
+) -> Tensor:
     """Rows of several tensors as one tensor of a narrower dtype, in the storage of the first: nothing new is allocated.
 
-    An element is written where a wider one was that has been read. That holds for a stretch as long as all before it;
-    the beginning goes by way of a copy.
+    An element is written where a wider one was that has been read. That holds for a stretch of rows as long as all before
+    it; the beginning goes by way of a copy. ``write(source, target, rows)`` narrows a stretch.
     """
     first = pieces[0]
     if len(pieces) == 1 and first.dtype == dtype:
         return first
-    shape = (sum(len(p) for p in pieces), first.shape[1])
-    result = first.new_empty(0, dtype=dtype).set_(first.untyped_storage(), 0, shape, (shape[1], 1))  # type: ignore
-    source, target = first.view(-1), result.view(-1)
-    done = min(SCRATCH, len(source))
-    target[:done].copy_(source[:done].to(dtype))
-    while done < len(source):
-        end = min(2 * done, len(source))
-        target[done:end].copy_(source[done:end])
-        done = end
+    rows, width = sum(len(p) for p in pieces), first.shape[1]
+    result = first.new_empty(0, dtype=dtype).set_(first.untyped_storage(), 0, (rows, width), (width, 1))  # type: ignore
+    done = min(_round_up(max(SCRATCH // max(width, 1), 1), ALIGNED), len(first))
+    beginning = first.new_empty((done, width), dtype=dtype)
+    write(first[:done], beginning, slice(0, done))
+    result[:done].copy_(beginning)
+    while done < len(first):
+        stretch = slice(done, min(2 * done, len(first)))
+        write(first[stretch], result[stretch], stretch)
+        done = stretch.stop
     for piece in pieces[1:]:
-        target[done : done + piece.numel()].copy_(piece.view(-1))
-        done += piece.numel()
+        stretch = slice(done, done + len(piece))
+        write(piece, result[stretch], stretch)
+        done = stretch.stop
     return result
 
 
@@ -285,7 +304,6 @@ def _add_factored(factored: Factored, rows: _Rows, gradients: _Gradients, weight
     for part, states, matrix in _buffers(rows, weight, gradients.step):
         factored.fill(part, states, matrix)
         gradients.add_factored(part, factored, matrix, states, weight)
-    gradients.add_labels(factored)
 
 
 def forward(

@@ -25,8 +25,8 @@ from torch import Tensor
 from csrc_meta import cross_entropy as ce
 from fusedops.kernels import projection
 from fusedops.kernels.cross_entropy import map_logits, with_options
-from fusedops.kernels.launch import cdiv, contiguous, launch, power_of_2
-from fusedops.kernels.projection import halves, place, product
+from fusedops.kernels.launch import cdiv, contiguous, launch, power_of_2, processors
+from fusedops.kernels.projection import place, product, quarters
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOG_2 = tl.constexpr(math.log(2))
@@ -160,8 +160,7 @@ def exponentials_kernel(
         if PARTS == 1:
             parts = (sums,)
         else:
-            left, right = halves(sums)
-            parts = halves(left) + halves(right)
+            parts = quarters(sums)
         for i in tl.static_range(PARTS):
             _exponentials(
                 parts[i],
@@ -349,6 +348,42 @@ def label_rows_kernel(
         tl.store(out_ptrs, (out - sums).to(out_ptr.dtype.element_ty), mask=columns < H)
 
 
+@triton.jit(do_not_specialize=["V"])
+def rounded_sum_kernel(
+    matrix_desc,
+    states_desc,
+    out_desc,
+    total_ptr,
+    V,
+    H,
+    T,
+    GROUP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """out = total + matrix.T @ states, rounded once. total (V, H) is contiguous.
+
+    Grid: programs, each takes every so manieth tile. Tile: BLOCK_V x BLOCK_H; a product along T.
+    """
+    tiles_v, tiles_h = tl.cdiv(V, BLOCK_V), tl.cdiv(H, BLOCK_H)
+    for tile in tl.range(tl.program_id(0), tiles_v * tiles_h, tl.num_programs(0), flatten=True):
+        tile_v, tile_h = place(tile, tiles_v, tiles_h, GROUP)
+        sums = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
+        for t in range(0, T, BLOCK_T):
+            matrix = matrix_desc.load([t, tile_v * BLOCK_V])
+            states = states_desc.load([t, tile_h * BLOCK_H])
+            sums = tl.dot(matrix.T, states, sums)
+        rows = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+        parts = quarters(sums)
+        for i in tl.static_range(4):
+            first = tile_h * BLOCK_H + i * (BLOCK_H // 4)
+            columns = first + tl.arange(0, BLOCK_H // 4)
+            mask = (rows < V)[:, None] & (columns < H)[None, :]
+            total = tl.load(total_ptr + rows.to(tl.int64)[:, None] * H + columns[None, :], mask=mask, other=0.0)
+            out_desc.store([tile_v * BLOCK_V, first], (total + parts[i]).to(out_desc.dtype))
+
+
 class Exponentials:
     """As csrc_meta.chunks.Factored."""
 
@@ -454,9 +489,31 @@ class Exponentials:
                 num_warps=WARPS,
             )
 
+    def add_rounded(self, total: Tensor, matrix: Tensor, states: Tensor, out: Tensor) -> None:
+        (rows, width), vocabulary = states.shape, len(total)
+        tiles = tiles_for(states, self.weight)
+        block_v, block_h, block_t = (tiles[n] for n in ("BLOCK_T", "BLOCK_V", "BLOCK_H"))
+        launch(
+            rounded_sum_kernel,
+            min(cdiv(vocabulary, block_v) * cdiv(width, block_h), processors(total.device)),
+            total,
+            projection.descriptor(matrix, [block_t, block_v]),
+            projection.descriptor(states, [block_t, block_h]),
+            projection.descriptor(out, [block_v, block_h // 4]),
+            *(total, vocabulary, width, rows),
+            GROUP=projection.GROUP,
+            BLOCK_V=block_v,
+            BLOCK_H=block_h,
+            BLOCK_T=block_t,
+            num_warps=tiles["num_warps"],
+            num_stages=tiles["num_stages"],
+        )
+
 
 def tiles_for(hidden: Tensor, weight: Tensor) -> dict[str, int]:
-    """Not for float16, which could not hold what exponentials may be."""
+    """Not for float16, which could not hold what exponentials may be, nor where TMA could not write a gradient of weight."""
+    if hidden.shape[1] * hidden.itemsize % projection.ALIGNMENT:
+        return {}
     return projection.tiles(hidden, weight, (torch.bfloat16,), interpreted=torch.float32)
 
 

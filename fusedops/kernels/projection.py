@@ -52,6 +52,12 @@ def halves(t):
     return tl.split(tl.permute(tl.reshape(t, (rows, 2, columns // 2)), (0, 2, 1)))
 
 
+@triton.jit
+def quarters(t):
+    left, right = halves(t)
+    return halves(left) + halves(right)
+
+
 def tiles(hidden: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...], interpreted: torch.dtype) -> dict[str, int]:
     """The tiles of a product of these dtypes (of another one in the interpreter), or none.
 

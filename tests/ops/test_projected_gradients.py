@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from csrc_meta import chunks
+from csrc_meta import chunks, cross_entropy
 from fusedops import functional
 from tests.conftest import DEVICE, INTERPRETED
 
@@ -209,6 +209,22 @@ def test_error_is_that_of_one_product(made, monkeypatch, trained):
     truth = (dlogits / rows).t() @ states.detach().double()
     product = (dlogits / rows).to(DTYPE).t() @ states.detach()
     assert error(got, truth) <= 1.1 * error(product, truth)
+
+
+def test_a_sum_with_a_product_is_rounded_once():
+    """Uneven tiles; in the place of sums that are no longer needed."""
+    rows, hidden, vocabulary = UNEVEN
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    matrix, states = (torch.randn(rows, n, device=DEVICE).to(dtype) for n in (vocabulary + 5, hidden))
+    weight, labels = states.new_empty((vocabulary, hidden)), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    results = torch.empty(3, rows, device=DEVICE)
+    of_rows = (cross_entropy.Options(), results[0], results[1:], None, results.new_ones(()), None)
+    made = projected_gradients.factored(states, weight, None, labels, None, *of_rows)
+    total = torch.randn(vocabulary, hidden, device=DEVICE)
+    truth = total.double() + matrix[:, :vocabulary].double().t() @ states.double()
+    out = torch.empty_like(total, dtype=dtype)
+    made.add_rounded(total, matrix[:, :vocabulary], states, out)
+    torch.testing.assert_close(out.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 @pytest.mark.gpu

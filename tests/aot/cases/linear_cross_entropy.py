@@ -55,6 +55,7 @@ def _gradients(launchers: Any, options: ce.Options, weighted: bool = False) -> C
         made.fill(rows, hidden, logits[:, :vocabulary])
         made.scale(rows, hidden, torch.empty_like(hidden))
         made.finish(rows, torch.empty(512, 4096), torch.empty_like(hidden))
+        made.add_rounded(torch.empty(weight.shape), logits[:, :vocabulary], hidden, torch.empty_like(weight))
         for index in (None, labels):
             made.add_labels(hidden, index, [(slice(0, vocabulary), torch.empty(weight.shape))])
 
