@@ -57,8 +57,8 @@ FRONTIER = """
 `python -m bench.frontier`: time, peak memory and the error of the weight's gradient by rows of a chunk, with sums over chunks
 in float32 and in bfloat16, beside three bare matrix products. Error is that of the whole gradient against float64, of one
 product's. Circles are the chunks that the operator takes by itself; so are the rows of the table. All rows in one chunk need
-no sum over chunks: that is the time of the products and of the two passes over the logits, whatever the memory. Without
-gradients ("eval") no logits are stored, and the time is beside that of one product.
+no sum over chunks, whatever the memory, but two passes over the logits, which several chunks with sums in float32 do without.
+Without gradients ("eval") no logits are stored, and the time is beside that of one product.
 
 """
 ACCUMULATION = """

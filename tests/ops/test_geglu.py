@@ -51,7 +51,9 @@ def test_geglu_formulas_differ(device):
 @each_formula
 def test_geglu_extreme(device, approximate, dtype):
     functions = (functools.partial(f, approximate=approximate) for f in (functional.geglu, EAGER))
-    assert_extremes(*functions, device, dtype)
+    # On some CPUs eager's vectorised gelu(inf) is NaN, while that of a single element is inf.
+    infinite_gates = device.type != "cpu" or approximate == "tanh"
+    assert_extremes(*functions, device, dtype, infinite_gates)
 
 
 @each_formula
