@@ -19,6 +19,7 @@ FEWEST_CHUNK_ROWS = 2048
 # Below this a chunk's logits are too small to be worth splitting.
 SMALL_CHUNK_BYTES = 64 * 2**20
 WHOLE = 512  # rows: of a multiple of them GEMMs are fast, whatever their tiles
+TILE = 256  # columns, at most, of a GEMM's tile
 FINISHED = 2**23  # elements of the gradient of hidden that are held in float32: fewer keep no GPU busy
 ALIGNED = 8  # elements, no more than 16 bytes unless they are wide: what rows of logits begin at a multiple of
 SCRATCH = 2**24  # elements that are rounded beside their place, so that the rest can be rounded in it
@@ -57,6 +58,9 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+Matrices = list[tuple[slice, Tensor]]  # one matrix: columns, and what it has there
+
+
 class Factored(Protocol):
     """Gradients of logits that were never read: a matrix times a factor for each row, less a term for each row's label.
 
@@ -64,8 +68,8 @@ class Factored(Protocol):
     statistics.
     """
 
-    def fill(self, part: slice, hidden: Tensor, out: Tensor) -> None:
-        """``out = matrix`` for a part of the rows, whose factors are known from then on."""
+    def fill(self, part: slice, hidden: Tensor, matrices: "Matrices") -> None:
+        """Write the matrix for a part of the rows, whose factors are known from then on."""
 
     def scale(self, part: slice, hidden: Tensor, out: Tensor) -> None:
         """``out = factors * hidden``: matrix.T @ out is the gradient of weight without labels' terms."""
@@ -163,7 +167,9 @@ class _Gradients:
         shape = weight.shape if self.wants_weight else torch.Size((0, 0))
         pieces = _pieces(shape[0], narrowing) if is_sum else [slice(0, shape[0])]
         dtype = sums if is_sum else results
-        self.sums = [(p, new((p.stop - p.start, shape[1]), dtype=dtype)) for p in pieces]
+        # As large as the first: what they hold before a sum is written into them is as large (see parts).
+        self.storage = [new((pieces[0].stop, shape[1]), dtype=dtype) for _ in pieces]
+        self.sums = [(p, whole[: p.stop - p.start]) for p, whole in zip(pieces, self.storage, strict=True)]
         self.weight: Tensor | None = None  # the result, once it is rounded
         self.bias = weight.new_zeros(weight.shape[:1] if self.wants_bias else (0,), dtype=compute_dtype(weight))
 
@@ -185,33 +191,75 @@ class _Gradients:
         if self.wants_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
 
-    def add_factored(self, part: slice, factored: Factored, matrix: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    def parts(self, weight: Tensor) -> Iterator[tuple[slice, Matrices]]:
+        """Each chunk's rows, and where its matrix is to be.
+
+        That is a buffer. But while there is no sum yet, its memory is free for a larger chunk, which leaves fewer to be
+        added up: a piece's columns are held where the next piece of the sum will be, and the buffer has the last one's.
+        """
+        count, width = len(self.rows), _round_up(weight.shape[0], ALIGNED)
+        buffer = weight.new_empty(min(self.step, count) * width)
+        places = [whole.view(-1).view(weight.dtype) for whole in self.storage[1:]] + [buffer]
+        widths = [_round_up(p.stop - p.start, ALIGNED) for p, _ in self.sums]
+        most = min(place.numel() // max(width, 1) for place, width in zip(places, widths, strict=True))
+        most -= most % WHOLE if most > WHOLE else 0
+        done = 0
+        if len(places) > 1 and most > self.step:
+            done = count - max(-(-(count - most) // self.step), 0) * self.step
+            sizes = zip(self.sums, places, widths, strict=True)
+            yield slice(0, done), [(p, _matrix(place, done, w, p.stop - p.start)) for (p, _), place, w in sizes]
+        for start in range(done, count, self.step):
+            part = slice(start, min(start + self.step, count))
+            columns = slice(0, weight.shape[0])
+            yield part, [(columns, _matrix(buffer, part.stop - start, width, columns.stop))]
+
+    def add_factored(self, part: slice, factored: Factored, matrices: Matrices, hidden: Tensor, weight: Tensor) -> None:
         in_place = self.wants_hidden and self.rows.index is None
-        states = self.hidden[part] if in_place else hidden.new_empty(hidden.shape)
-        if self.wants_weight:
-            factored.scale(part, hidden, states)
-            is_last = part.stop == len(self.rows)
-            rounds = is_last and part.start > 0 and self.sums[0][1].dtype != self.dtype
-            if not rounds:
-                for piece, total in self.sums:
-                    _add_product(total, matrix[:, piece].t(), states, overwrite=part.start == 0)
-            if is_last:
-                factored.add_labels(self.rows.hidden, self.rows.index, self.sums)
-            if rounds:
-                self.weight = _one_after_another(
-                    [total for _, total in self.sums],
-                    self.dtype,
-                    lambda total, out, rows: factored.add_rounded(total, matrix[:, rows], states, out),
-                )
-        if self.wants_hidden:
-            step = max(FINISHED // states.shape[1] // WHOLE, 1) * WHOLE
-            for start in range(0, len(states), step):
-                block = slice(start, start + step)
-                product = states.new_empty(states[block].shape, dtype=self.bias.dtype)
-                _add_product(product, matrix[block], weight, overwrite=True)
-                factored.finish(slice(part.start + start, part.start + start + len(product)), product, states[block])
-            if self.rows.index is not None:
-                self.hidden.index_copy_(0, self.rows.index[part], states)
+        place = self.hidden[part] if in_place else hidden.new_empty(hidden.shape)
+        sums_overwrite = len(matrices) > 1
+        if sums_overwrite:
+            self._add_to_hidden(part, factored, matrices, place, weight)
+            if in_place:  # the rows behind these are not made yet
+                behind = self.hidden[part.stop : part.stop + len(hidden)]
+                place = behind if len(behind) == len(hidden) else hidden.new_empty(hidden.shape)
+        self._add_to_weight(part, factored, matrices, hidden, place)
+        if not sums_overwrite:
+            self._add_to_hidden(part, factored, matrices, place, weight)
+
+    def _add_to_weight(
+        self, part: slice, factored: Factored, matrices: Matrices, hidden: Tensor, states: Tensor
+    ) -> None:
+        if not self.wants_weight:
+            return
+        factored.scale(part, hidden, states)
+        is_last = part.stop == len(self.rows)
+        rounds = is_last and part.start > 0 and self.sums[0][1].dtype != self.dtype
+        if not rounds:
+            for piece, total in self.sums:
+                _add_product(total, _columns(matrices, piece).t(), states, overwrite=part.start == 0)
+        if is_last:
+            factored.add_labels(self.rows.hidden, self.rows.index, self.sums)
+        if rounds:
+            self.weight = _one_after_another(
+                [total for _, total in self.sums],
+                self.dtype,
+                lambda total, out, rows: factored.add_rounded(total, _columns(matrices, rows), states, out),
+            )
+
+    def _add_to_hidden(
+        self, part: slice, factored: Factored, matrices: Matrices, place: Tensor, weight: Tensor
+    ) -> None:
+        if not self.wants_hidden:
+            return
+        step = max(FINISHED // place.shape[1] // WHOLE, 1) * WHOLE
+        for start in range(0, len(place), step):
+            block = slice(start, start + step)
+            product = place.new_empty(place[block].shape, dtype=self.bias.dtype)
+            for columns, matrix in matrices:
+                _add_product(product, matrix[block], weight[columns], overwrite=columns.start == 0)
+            factored.finish(slice(part.start + start, part.start + start + len(product)), product, place[block])
+        if self.rows.index is not None:
+            self.hidden.index_copy_(0, self.rows.index[part], place)
 
     def results(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients, that of hidden in the shape of hidden. Called once: the sums are rounded in their place."""
@@ -222,9 +270,22 @@ class _Gradients:
         return self.hidden.view(shape) if self.wants_hidden else self.hidden, self.weight, self.bias.to(self.dtype)
 
 
+def _matrix(place: Tensor, rows: int, width: int, columns: int) -> Tensor:
+    """A matrix at the beginning of a place, whose rows begin at multiples of width."""
+    return place[: rows * width].view(rows, width)[:, :columns]
+
+
+def _columns(matrices: Matrices, wanted: slice) -> Tensor:
+    return next(
+        matrix[:, wanted.start - columns.start : wanted.stop - columns.start]
+        for columns, matrix in matrices
+        if columns.start <= wanted.start and wanted.stop <= columns.stop
+    )
+
+
 def _pieces(size: int, count: int) -> list[slice]:
     """Up to ``count`` pieces of rows, the first no smaller than the others together where there are two."""
-    first = min(_round_up(-(-size // count), WHOLE), size)
+    first = min(_round_up(-(-size // count), TILE), size)
     return [slice(start, min(start + first, size)) for start in range(0, size, max(first, 1))] or [slice(0, 0)]
 
 
@@ -279,21 +340,13 @@ def divides_early(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
-def _buffers(rows: _Rows, weight: Tensor, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Each chunk's rows, their hidden states and the place of their logits, which is the same for all chunks.
-
-    Its rows begin where fast kernels can read and write them, whatever the vocabulary.
-    """
+def _chunks(rows: _Rows, weight: Tensor, bias: Tensor | None, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Each chunk's rows, their hidden states and their logits, whose buffer is the same for all chunks."""
     vocabulary = weight.shape[0]
     buffer = weight.new_empty((min(step, len(rows)), _round_up(vocabulary, ALIGNED)))
     for start in range(0, len(rows), step):
         part = slice(start, min(start + step, len(rows)))
-        yield part, rows.only(rows.hidden, part), buffer[: part.stop - start, :vocabulary]
-
-
-def _chunks(rows: _Rows, weight: Tensor, bias: Tensor | None, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Each chunk's rows, their hidden states and their logits."""
-    for part, hidden, out in _buffers(rows, weight, step):
+        hidden, out = rows.only(rows.hidden, part), buffer[: part.stop - start, :vocabulary]
         if bias is None:
             yield part, hidden, torch.mm(hidden, weight.t(), out=out)
         else:
@@ -301,9 +354,10 @@ def _chunks(rows: _Rows, weight: Tensor, bias: Tensor | None, step: int) -> Iter
 
 
 def _add_factored(factored: Factored, rows: _Rows, gradients: _Gradients, weight: Tensor) -> None:
-    for part, states, matrix in _buffers(rows, weight, gradients.step):
-        factored.fill(part, states, matrix)
-        gradients.add_factored(part, factored, matrix, states, weight)
+    for part, matrices in gradients.parts(weight):
+        states = rows.only(rows.hidden, part)
+        factored.fill(part, states, matrices)
+        gradients.add_factored(part, factored, matrices, states, weight)
 
 
 def forward(

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csrc_meta import cross_entropy as ce
+from csrc_meta.chunks import Matrices
 from fusedops.kernels import projection
 from fusedops.kernels.cross_entropy import map_logits, with_options
 from fusedops.kernels.launch import cdiv, contiguous, launch, power_of_2, processors
@@ -88,9 +89,11 @@ def _exponentials(
     labels_ptr,
     references_ptr,
     parts_ptr,
+    first_column,
+    first_part,
     T,
     V,
-    parts,
+    P,
     WHOLE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr,
@@ -110,19 +113,19 @@ def _exponentials(
         y = z * LOG2_E - references[:, None]
     if not WHOLE:
         y = tl.where((first + columns < V)[None, :], y, -float("inf"))
-    label = tl.load(labels_ptr + rows, mask=inside, other=-1)
+    label = tl.load(labels_ptr + rows, mask=inside, other=-1) - first_column
     has_label = (label >= first) & (label < first + COLUMNS)
     label = tl.where(has_label, label - first, -1).to(tl.int32)  # 64 bits take two comparisons for each element
     exponentials = tl.where(columns[None, :] == label[:, None], 0.0, tl.exp2(y))
-    parts_ptr += part.to(tl.int64) * T + rows
+    parts_ptr += (first_part + part).to(tl.int64) * T + rows
     tl.store(parts_ptr, tl.sum(exponentials, 1), mask=inside)
-    tl.store(parts_ptr + parts.to(tl.int64) * T, tl.max(y, 1), mask=inside)
+    tl.store(parts_ptr + P.to(tl.int64) * T, tl.max(y, 1), mask=inside)
     if SOFTCAP is not None:
         exponentials *= slopes
     out_desc.store([tile_t * ROWS, first], exponentials.to(out_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["first_column", "first_part", "T", "P"])
 def exponentials_kernel(
     hidden_desc,
     weight_desc,
@@ -131,9 +134,12 @@ def exponentials_kernel(
     references_ptr,
     parts_ptr,
     needed_ptr,
+    first_column,
+    first_part,
     T,
     V,
     H,
+    P,
     WHOLE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr,
@@ -145,9 +151,11 @@ def exponentials_kernel(
 ):
     """out = 2^y, with y = z / log(2) - references, and 0 in the column of the label, for logits x = hidden @ weight.T.
 
+    weight and out have V columns of the logits, from first_column on; V may not be all of them.
+
     z is x or SOFTCAP * tanh(SCALE * x / SOFTCAP), and is not rounded. With SOFTCAP out is multiplied by dz / dx as well.
     parts (2, P, T) = sum_j 2^(y_j) and max_j y_j of the columns of each part, without the label's in the sum; each tile has
-    PARTS, 1 or 4. Nothing is done where needed_ptr is given and points at zero. Grid: programs, each takes every so manieth
+    PARTS, 1 or 4, from first_part on. Nothing is done where needed_ptr is given and points at zero. Grid: programs, each takes every so manieth
     tile. Tile: BLOCK_T x BLOCK_V, a product along H.
     """
     tiles_t, tiles_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
@@ -170,9 +178,11 @@ def exponentials_kernel(
                 labels_ptr,
                 references_ptr,
                 parts_ptr,
+                first_column,
+                first_part,
                 T,
                 V,
-                PARTS * tiles_v,
+                P,
                 WHOLE,
                 SOFTCAP,
                 SCALE,
@@ -402,13 +412,13 @@ class Exponentials:
         self.options, self.losses, self.stats, self.upstream, self.divisor = options, losses, stats, upstream, divisor
         self.factors, self.of_label = losses.new_empty((2, len(losses))).unbind()
 
-    def fill(self, part: slice, hidden: Tensor, out: Tensor) -> None:
+    def fill(self, part: slice, hidden: Tensor, matrices: Matrices) -> None:
         weight, options = self.weight, self.options
         (rows, width), vocabulary = hidden.shape, len(weight)
         tiles = tiles_for(hidden, weight)
         # What tanh takes for all columns of a tile would exceed the registers.
         parts_of_tile = 1 if options.softcap is None else 4
-        count = parts_of_tile * cdiv(vocabulary, tiles["BLOCK_V"])
+        count = parts_of_tile * sum(cdiv(matrix.shape[1], tiles["BLOCK_V"]) for _, matrix in matrices)
         parts = self.losses.new_empty((2, count, rows))
         references, x_label = self.losses.new_empty((2, rows)).unbind()
         needed = self.labels.new_zeros((), dtype=torch.int32)
@@ -426,19 +436,24 @@ class Exponentials:
             num_warps=WARPS,
         )
         block = [tiles["BLOCK_T"], tiles["BLOCK_V"] // parts_of_tile]
-        described = (*projection.operands(hidden, weight, tiles), projection.descriptor(out, block))
         for again in (False, True):
-            launch(
-                exponentials_kernel,
-                projection.programs(hidden, weight, tiles),
-                losses,
-                *(*described, labels, references, parts, needed if again else None, rows, vocabulary, width),
-                WHOLE=vocabulary % tiles["BLOCK_V"] == 0,
-                **constants,
-                PARTS=parts_of_tile,
-                GROUP=projection.GROUP,
-                **tiles,
-            )
+            first_part = 0
+            for columns, matrix in matrices:
+                of_columns = weight[columns]
+                launch(
+                    exponentials_kernel,
+                    projection.programs(hidden, of_columns, tiles),
+                    losses,
+                    *(*projection.operands(hidden, of_columns, tiles), projection.descriptor(matrix, block)),
+                    *(labels, references, parts, needed if again else None, columns.start, first_part),
+                    *(rows, len(of_columns), width, count),
+                    WHOLE=len(of_columns) % tiles["BLOCK_V"] == 0,
+                    **constants,
+                    PARTS=parts_of_tile,
+                    GROUP=projection.GROUP,
+                    **tiles,
+                )
+                first_part += parts_of_tile * cdiv(len(of_columns), tiles["BLOCK_V"])
             launch(
                 exponential_rows_kernel,
                 cdiv(rows, BLOCK_ROWS),

@@ -52,7 +52,7 @@ def _gradients(launchers: Any, options: ce.Options, weighted: bool = False) -> C
         made = launchers.factored(*of_all)
         if made is None:  # on an architecture whose tiles were not measured
             return
-        made.fill(rows, hidden, logits[:, :vocabulary])
+        made.fill(rows, hidden, [(slice(0, vocabulary), logits[:, :vocabulary])])
         made.scale(rows, hidden, torch.empty_like(hidden))
         made.finish(rows, torch.empty(512, 4096), torch.empty_like(hidden))
         made.add_rounded(torch.empty(weight.shape), logits[:, :vocabulary], hidden, torch.empty_like(weight))
