@@ -56,15 +56,16 @@ FRONTIER = """
 
 `python -m bench.frontier`: time, peak memory and the error of the weight's gradient by rows of a chunk, with sums over chunks
 in float32 and in bfloat16, beside three bare matrix products. Error is that of the whole gradient against float64, of one
-product's. Circles are the chunks that the operator takes by itself; so are the rows of the table. All rows in one chunk need
-no sum over chunks, whatever the memory, but two passes over the logits, which several chunks with sums in float32 do without.
-Without gradients ("eval") no logits are stored, and the time is beside that of one product.
+product's. Circles are the chunks that the operator takes by itself; so are the rows of the table. With sums in float32 the
+first chunk may have twice as many. All rows in one chunk need no sum over chunks, whatever the memory, but two passes over
+the logits, which several chunks with sums in float32 do without. Without gradients ("eval") no logits are stored, and the
+time is beside that of one product.
 
 """
 ACCUMULATION = """
 `python -m bench.accumulation`: the same error in every step of a training, by number of chunks, from the hidden states and
-the weight of that step. One chunk has no sum: it is the one product. The model learns a random Markov chain with the chunks
-that the operator takes by itself.
+the weight of that step. One chunk has no sum: it is the one product. In float32 the first two may be added up as one. The
+model learns a random Markov chain with the chunks that the operator takes by itself.
 
 """
 MEDUSA = """
