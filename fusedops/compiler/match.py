@@ -10,12 +10,11 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import Node
 
-from fusedops.compiler.rule import Capture, Pattern, Rule
+from fusedops.compiler.rule import ANY_SIZE, Capture, Pattern, Rule
 
 aten = torch.ops.aten
 _COMMUTATIVE = {aten.mul.Tensor, aten.add.Tensor}
-# Sizes are the model's own. That rows stay rows is for the guard to see in the shapes.
-_ANY_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_RESHAPES = {*ANY_SIZE, aten.flatten.using_ints}
 # Their dimensions are those of the result, which has one more than the operand.
 _ADDS_A_DIMENSION = {aten.unsqueeze.default, aten.stack.default}
 
@@ -183,14 +182,22 @@ class _Search:
         if want.op == "placeholder":
             yield from self.bind(want, got, match)
             return
-        if not isinstance(got, Node) or got.op != "call_function" or got.target is not want.target:
+        if not isinstance(got, Node) or got.op != "call_function":
+            self.fail(match, "expected {}, found {}", want, got)
+            return
+        any_size = want.target in ANY_SIZE
+        if any_size and got.target not in _RESHAPES:
+            # What has the wanted shape already need not be reshaped.
+            yield from self.node(want.args[0], got, match)
+            return
+        if got.target is not want.target and not any_size:
             self.fail(match, "expected {}, found {}", want, got)
             return
         match = match.copy()
         match.nodes[want] = got
         match.differences += _different_dtype(want, got)
         wanted, given = _pattern_arguments(want), arguments(got)
-        if want.target in _ANY_SIZE:
+        if any_size:
             wanted, given = wanted[:1], given[:1]
         yield from self.values(want, wanted, given, match)
         if want.target in _COMMUTATIVE:

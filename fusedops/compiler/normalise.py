@@ -27,6 +27,15 @@ _VMAP = {
 }
 ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default}
+_PRODUCTS = {aten.matmul.default, aten.mm.default}
+_TRANSPOSES = {
+    aten.t.default,
+    aten.numpy_T.default,
+    aten.mT.default,
+    aten.adjoint.default,
+    aten.transpose.int,
+    aten.permute.default,
+}
 # Switches of modes that make_fx records by itself.
 _RECORDED = {ENTER_AUTOCAST, EXIT_AUTOCAST, torch._C._set_grad_enabled}
 # Key in the meta of a node that was copied as it stands.
@@ -238,6 +247,8 @@ def _canonicalise(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _CASTS:
             _canonicalise_cast(gm, node)
+        elif node.op == "call_function" and node.target in _PRODUCTS:
+            _canonicalise_product(gm, node)
         elif node.op == "get_attr" and "_tensor_constant" in str(node.target):
             _emit_constant(gm, node)
     eliminate_dead_code(gm)
@@ -257,6 +268,25 @@ def _canonicalise_cast(gm: GraphModule, node: Node) -> None:
             gm.graph.erase_node(node)
     elif before.stride() == after.stride():
         node.target, node.args, node.kwargs = aten.to.dtype, (source, after.dtype), {}
+
+
+def _canonicalise_product(gm: GraphModule, node: Node) -> None:
+    """A product with the transpose of a matrix is the linear map by that matrix, which it is computed as."""
+    x, transposed = node.args
+    if not _transposes_a_matrix(transposed) or x.meta["val"].dim() < 2:
+        return
+    with gm.graph.inserting_before(node):
+        linear = gm.graph.call_function(aten.linear.default, (x, transposed.args[0]))
+    linear.meta.update(node.meta)
+    node.replace_all_uses_with(linear)
+    gm.graph.erase_node(node)
+
+
+def _transposes_a_matrix(node: Node) -> bool:
+    if node.op != "call_function" or node.target not in _TRANSPOSES or node.args[0].meta["val"].dim() != 2:
+        return False
+    dims = node.args[1:]
+    return not dims or sorted(d % 2 for d in (dims[0] if isinstance(dims[0], list | tuple) else dims)) == [0, 1]
 
 
 def _forces_copy(node: Node) -> bool:

@@ -22,6 +22,11 @@ from fusedops.compiler.normalise import trace
 if TYPE_CHECKING:
     from fusedops.compiler.match import Match
 
+aten = torch.ops.aten
+# In a pattern sizes are left to the model, and so is whether and how they are spelled. That rows stay rows is for the guard
+# to see in the shapes.
+ANY_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -140,7 +145,7 @@ class Pattern:
     def targets(self) -> set[Any]:
         """What it calls, but for what is there in one example and vanishes in another."""
         calls = {n.target for n in self.graph_module.graph.nodes if n.op == "call_function"}
-        return calls - {torch.ops.aten.to.dtype, torch.ops.aten.alias.default}
+        return calls - {aten.to.dtype, aten.alias.default, *ANY_SIZE}
 
     @cached_property
     def key(self) -> str:
