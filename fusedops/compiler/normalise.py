@@ -32,7 +32,6 @@ _TRANSPOSES = {
     aten.t.default,
     aten.numpy_T.default,
     aten.mT.default,
-    aten.adjoint.default,
     aten.transpose.int,
     aten.permute.default,
 }
@@ -273,7 +272,8 @@ def _canonicalise_cast(gm: GraphModule, node: Node) -> None:
 def _canonicalise_product(gm: GraphModule, node: Node) -> None:
     """A product with the transpose of a matrix is the linear map by that matrix, which it is computed as."""
     x, transposed = node.args
-    if not _transposes_a_matrix(transposed) or x.meta["val"].dim() < 2:
+    is_plain = all(type(a.meta.get("val")) is FakeTensor for a in node.args)
+    if not is_plain or x.meta["val"].dim() < 2 or not _transposes_a_matrix(transposed):
         return
     with gm.graph.inserting_before(node):
         linear = gm.graph.call_function(aten.linear.default, (x, transposed.args[0]))
