@@ -30,6 +30,9 @@ BENCHMARKS = """# Operators beside their peers
 of a run ran in one process, on random inputs, after their results were checked against float64; a wrong result gets no
 time.
 
+All runs below were recorded before several chunks of `linear_cross_entropy` did without passes over their logits, and before
+its first chunk became larger: neither is in these numbers.
+
 - **Time** is device time of forward plus backward, by replay of a CUDA graph unless a note says otherwise: the median,
   and the 20 % and 80 % quantiles, over inputs that together exceed the L2 cache and are held from step to step.
 - **Share** is the rate at which the bytes that must move were moved, as a share of the copy rate measured in the same
