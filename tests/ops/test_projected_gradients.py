@@ -24,7 +24,7 @@ STEP = 16 if INTERPRETED else 256
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
-    """Rows of each chunk; STEP for each but the first, which may be larger where its sums are wider than it."""
+    """Rows of each chunk: STEP, but for the first where sums are wider than it, and for the last."""
     seen, fill = [], projected_gradients.Exponentials.fill
     monkeypatch.setattr(
         projected_gradients.Exponentials, "fill", lambda *args: seen.append(len(args[2])) or fill(*args)
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_float64(made, shape, options, reduction):
     if "softcap" in options:
         kwargs["class_weight"] = torch.rand(shape[2], device=DEVICE) + 0.5
     compare(inputs(shape), **kwargs)
-    assert made[0] == STEP if INTERPRETED else made[0] > STEP
+    assert (made[0] == STEP) == INTERPRETED  # where sums are wider, the first chunk is what the others leave
 
 
 def test_divided_by_a_count(made):
@@ -159,7 +159,8 @@ def test_some_gradients_alone(made):
     for i, args in enumerate(((hidden, weight.detach(), labels), (hidden.detach(), weight, labels))):
         made.clear()
         (got,) = torch.autograd.grad(functional.linear_cross_entropy(*args), args[i])
-        torch.testing.assert_close(got, both[1 + i], rtol=1e-5, atol=0)
+        # Without sums of weight's gradient the chunks, and so the order of what is added up, are others.
+        torch.testing.assert_close(got, both[1 + i], rtol=max(torch.finfo(DTYPE).eps, 1e-5), atol=1e-7)
         assert made
 
 
