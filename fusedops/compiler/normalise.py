@@ -171,6 +171,8 @@ class _Retrace(Interpreter):
             return self._copy(n)
         elif isinstance(n.target, torch._ops.HigherOrderOperator) and "example_value" in n.meta:
             return self._copy(n)
+        elif n.target is torch._C._autograd._get_data_attr:
+            return self._copy(n)  # make_fx would not know what it returns
         elif _is_switch(n):
             return self._copy(n, tracked=False)
         return super().run_node(n)
@@ -298,7 +300,9 @@ def _forces_copy(node: Node) -> bool:
 def _emit_constant(gm: GraphModule, node: Node) -> None:
     """AOTAutograd refuses attributes that Dynamo did not name: spell a small constant as the call that makes it."""
     value = getattr(gm, node.target)
-    if isinstance(value, FakeTensor) or value.numel() > 65536:
+    if isinstance(value, FakeTensor):
+        raise NotImplementedError("the graph reads a tensor that make_fx lost track of")
+    if value.numel() > 65536:
         return
     made = {"dtype": value.dtype, "device": value.device}
     with gm.graph.inserting_before(node):
