@@ -171,7 +171,7 @@ class _Retrace(Interpreter):
             return self._copy(n)
         elif isinstance(n.target, torch._ops.HigherOrderOperator) and "example_value" in n.meta:
             return self._copy(n)
-        elif n.target is torch._C._autograd._get_data_attr:
+        elif n.target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
             return self._copy(n)  # make_fx would not know what it returns
         elif _is_switch(n):
             return self._copy(n, tracked=False)
