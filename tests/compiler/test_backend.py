@@ -60,6 +60,25 @@ def test_constants_made_on_the_device() -> None:
     assert report.counts()["layer_norm"] == 1 and not report.failures
 
 
+def test_data_of_a_parameter_is_written_to() -> None:
+    """As Gemma 3n clamps coefficients in training: autograd doesn't see it, and what reads the weight after it does."""
+
+    def function(x, weight):
+        weight.data.clamp_(-0.5, 0.5)
+        return torch.nn.functional.layer_norm(x, weight.shape, weight).square().sum()
+
+    initial, x, results = torch.randn(8, device=DEVICE), torch.randn(3, 8, device=DEVICE), []
+    assert initial.abs().max() > 0.5
+    report = fusedops.Report()
+    for call in (function, compiled(function, report)):
+        weight = initial.clone().requires_grad_()
+        loss = call(x, weight)
+        loss.backward()
+        results.append((loss.detach(), weight.detach(), weight.grad))
+    torch.testing.assert_close(results[1], results[0])
+    assert report.counts() == {"layer_norm": 1} and not report.failures
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(name, reentrant) -> None:
